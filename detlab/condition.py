@@ -1,0 +1,143 @@
+"""Conditions: everything that may change the bits of an answer but not the question."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from detlab.errors import ConditionError
+
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "padding_side": (None, "left", "right"),
+    "mates": ("prompts", "repeat", "random"),
+    "cache": ("dynamic", "none"),
+    "attention": (None, "sdpa", "eager"),
+    "dtype": (None, "float32", "bfloat16", "float16", "float64"),
+}
+_LEAST = {"batch_size": 1, "row": 0, "padding": 0, "seed": 0, "prefill_chunk": 1}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One way of serving the same question.
+
+    Attributes:
+        batch_size: rows in a call. Alone, it surrounds each prompt with mates of the prompt's own length.
+        row: the batch row in which the prompt sits; in padded batches the prompts are rotated by as much.
+        mates: where neighbours' tokens come from: the other "prompts" cut or repeated to length, the prompt itself
+            ("repeat"), or "random" tokens drawn from ``seed``.
+        padding_side: "left" or "right" puts prompts of different lengths in one batch, padded on that side.
+        padding: pad tokens added to the longest prompt of each batch (needs ``padding_side``).
+        cache: "dynamic" keeps keys and values between steps; "none" computes the whole text anew at each step.
+        attention: transformers' attention implementation; None keeps the model's own.
+        dtype: runs a copy of the model cast to this; None keeps the model's own.
+        prefill_chunk: tokens per prefill call; None prefills each prompt in one call.
+        seed: seeds torch and the random mates.
+    """
+
+    batch_size: int = 1
+    row: int = 0
+    mates: str = "prompts"
+    padding_side: str | None = None
+    padding: int = 0
+    cache: str = "dynamic"
+    attention: str | None = None
+    dtype: str | None = None
+    prefill_chunk: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConditionError(f"{name}={value!r} is not a choice; choose from {_listed(choices)}.")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if name == "prefill_chunk" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConditionError(f"{name}={value!r} is not possible; give a whole number of at least {least}.")
+        if self.row >= self.batch_size:
+            raise ConditionError(
+                f"row={self.row} lies outside a batch of batch_size={self.batch_size}; rows count from 0, "
+                f"so give row <= {self.batch_size - 1} or a larger batch."
+            )
+        if self.padding and self.padding_side is None:
+            raise ConditionError(f'padding={self.padding} needs a side: add padding_side="left" or padding_side="right".')
+        if self.prefill_chunk is not None and self.cache == "none":
+            raise ConditionError('prefill_chunk needs a cache to build on: drop it, or set cache="dynamic".')
+        if self.prefill_chunk is not None and self.padding_side == "right":
+            raise ConditionError(
+                "prefill_chunk with right padding would end some prompts in the middle of a chunk; "
+                'use padding_side="left", or drop prefill_chunk.'
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """Reads a condition from text, such as ``"batch_size=8,padding_side=left"``; "" is the default condition.
+
+        Raises:
+            ConditionError: a key is unknown or given twice, or a value is not possible.
+        """
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, raw = (s.strip() for s in item.partition("="))
+            if not equals:
+                raise ConditionError(f"{item!r} is not key=value; write a condition as batch_size=8,padding_side=left.")
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, 1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                raise ConditionError(f"unknown condition key {name!r}.{hint} Known keys: {', '.join(fields)}.")
+            if name in values:
+                raise ConditionError(f"{name} is given twice in {text!r}; give it once.")
+            values[name] = _read(name, raw)
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """What differs from the default condition, in the form that `parse` reads; "default" where nothing does."""
+        changed = [
+            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        ]
+        return ",".join(changed) or "default"
+
+    def to_json(self) -> dict[str, Any]:
+        """All settings as plain values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Condition:
+        """Rebuilds a condition; unknown keys are refused, since they would have changed the run."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ConditionError(f"condition settings {unknown} are not known to this version of detlab.")
+        return cls(**data)
+
+    @classmethod
+    def grid(cls, **axes: Any) -> list[Condition]:
+        """All combinations of the given settings: ``Condition.grid(batch_size=[1, 4], attention=["sdpa", "eager"])``."""
+        names = list(axes)
+        values = [v if isinstance(v, (list, tuple, range)) else [v] for v in axes.values()]
+        unknown = sorted(set(names) - {f.name for f in dataclasses.fields(cls)})
+        if unknown:
+            raise ConditionError(f"unknown condition keys {unknown}; known: {[f.name for f in dataclasses.fields(cls)]}.")
+        return [cls(**dict(zip(names, combination, strict=True))) for combination in itertools.product(*values)]
+
+
+def _listed(choices: tuple[str | None, ...]) -> str:
+    return ", ".join("None" if c is None else c for c in choices)
+
+
+def _read(name: str, raw: str) -> Any:
+    if name in _LEAST:
+        if name == "prefill_chunk" and raw == "None":
+            return None
+        try:
+            return int(raw)
+        except ValueError:
+            raise ConditionError(f"{name}={raw!r} is not a whole number.") from None
+    return None if raw == "None" else raw

@@ -1,0 +1,1 @@
+"""Where two traces part: alignment, first divergence, origins and carriers."""

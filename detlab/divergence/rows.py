@@ -1,0 +1,260 @@
+"""Compares two traces row by row, and tells origins from carriers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from detlab.divergence.align import Aligner, CallPair, pair_calls, row_keys, split_keys
+from detlab.trace.records import Array, OpRecord, TensorRecord, Trace
+
+IDENTICAL, CARRIER, ORIGIN = 1, 2, 3
+
+
+@dataclass
+class OpComparison:
+    """One op computed in both traces: its rows, and the state of each.
+
+    Attributes:
+        a, b: indices into the traces' ops.
+        keys: row keys compared (`align.split_keys` gives prompt and position).
+        state: uint8 per row: 1 identical, 2 carrier (differs, and so did an input), 3 origin (differs, inputs matched).
+        inputs: what the first differing row's inputs looked like: name -> "matched", "differs" or "unknown".
+    """
+
+    a: int
+    b: int
+    keys: Array
+    state: Array
+    inputs: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def differs(self) -> bool:
+        """Whether any row differs."""
+        return bool((self.state > IDENTICAL).any())
+
+
+@dataclass
+class TraceComparison:
+    """All ops that two traces have in common, and what they do not.
+
+    Attributes:
+        ops: in the order of trace a.
+        only_a, only_b: ops that computed something in one trace only.
+        incomparable: (op of a, op of b, why) where both ran but their rows have other widths or dtypes.
+        rows_compared: row digests compared.
+        aligned: op index of a -> op index of b, for computing ops.
+    """
+
+    ops: list[OpComparison] = field(default_factory=list)
+    only_a: list[int] = field(default_factory=list)
+    only_b: list[int] = field(default_factory=list)
+    incomparable: list[tuple[int, int, str]] = field(default_factory=list)
+    rows_compared: int = 0
+    aligned: dict[int, int] = field(default_factory=dict)
+
+
+class RowComparer:
+    """Compares the rows of tensors of two traces, remembering what it has compared."""
+
+    def __init__(self, a: Trace, b: Trace) -> None:
+        self.a, self.b = a, b
+        self._rows: dict[tuple[int, int], tuple[Array, Array]] = {}
+        self._diffs: dict[tuple[int, int], tuple[Array, Array] | None] = {}
+
+    def rows(self, side: int, number: int) -> tuple[Array, Array]:
+        """(sorted row keys, digests) of a tensor of trace ``side`` (0: a, 1: b)."""
+        at = (side, number)
+        found = self._rows.get(at)
+        if found is None:
+            prompt, position, digests = (self.a, self.b)[side].rows(number)
+            keys = row_keys(prompt, position)
+            order = np.argsort(keys, kind="stable")
+            found = self._rows[at] = (keys[order], digests[order])
+        return found
+
+    def compare(self, a: int, b: int) -> tuple[Array, Array] | None:
+        """(common row keys, whether the rows are equal) of two tensors; None where rows cannot be compared."""
+        at = (a, b)
+        if at not in self._diffs:
+            self._diffs[at] = self._compare(a, b)
+        return self._diffs[at]
+
+    def _compare(self, a: int, b: int) -> tuple[Array, Array] | None:
+        ta, tb = self.a.tensors[a], self.b.tensors[b]
+        if ta.status != "rows" or tb.status != "rows" or ta.width != tb.width or ta.dtype != tb.dtype:
+            return None
+        keys_a, digests_a = self.rows(0, a)
+        keys_b, digests_b = self.rows(1, b)
+        if len(keys_a) == len(keys_b) and np.array_equal(keys_a, keys_b):
+            return keys_a, digests_a == digests_b
+        keys, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=False, return_indices=True)
+        return keys, digests_a[at_a] == digests_b[at_b]
+
+    def whole_equal(self, a: int, b: int) -> bool | None:
+        """Whether two tensors without rows are equal; None where their shapes differ."""
+        ta, tb = self.a.tensors[a], self.b.tensors[b]
+        if ta.shape != tb.shape or ta.dtype != tb.dtype or ta.status == "rows" or tb.status == "rows":
+            return None
+        return bool(np.array_equal(ta.digests, tb.digests))
+
+    def inputs(self, op_a: OpRecord, op_b: OpRecord, keys: Array) -> tuple[Array, dict[str, Array | None]]:
+        """Tells for output rows whether the inputs they saw matched.
+
+        Args:
+            op_a, op_b: the op in both traces.
+            keys: sorted keys of output rows.
+
+        Returns:
+            (matched, by_input): bool per row over all inputs that can be compared; and per input its own answer, None
+            where it cannot be compared (another shape, or an input that only one side has).
+        """
+        matched = np.ones(len(keys), bool)
+        by_input: dict[str, Array | None] = {}
+        of_b = {name: (number, relation) for name, number, relation in op_b.inputs}
+        for name, number_a, relation in op_a.inputs:
+            if name not in of_b:
+                by_input[name] = None
+                continue
+            answer = self._input(number_a, of_b[name][0], relation, keys)
+            by_input[name] = answer
+            if answer is not None:
+                matched &= answer
+        for name in of_b:
+            by_input.setdefault(name, None)
+        return matched, by_input
+
+    def _input(self, a: int, b: int, relation: str, keys: Array) -> Array | None:
+        whole = self.whole_equal(a, b)
+        if whole is not None:
+            return np.full(len(keys), whole)
+        found = self.compare(a, b)
+        if found is None or not len(found[0]):
+            return None
+        in_keys, equal = found
+        if relation == "row":
+            at = np.searchsorted(in_keys, keys)
+            inside = (at < len(in_keys)) & (in_keys[np.minimum(at, len(in_keys) - 1)] == keys)
+            answer = np.ones(len(keys), bool)
+            answer[inside] = equal[at[inside]]
+            return answer
+        # Context: every row of the same prompt up to the row's own position must match.
+        prompt, position = split_keys(keys)
+        in_prompt, in_position = split_keys(in_keys)
+        answer = np.ones(len(keys), bool)
+        for name in np.unique(prompt):
+            mine = in_prompt == name
+            broken = in_position[mine & ~equal]
+            first = broken.min() if len(broken) else None
+            rows = prompt == name
+            if first is not None:
+                answer[rows] = (position[rows] >= 0) & (position[rows] < first)
+        return answer
+
+
+def compare_traces(a: Trace, b: Trace, limits: dict[int, int] | None = None) -> TraceComparison:
+    """Compares every op that two traces have in common, row by row.
+
+    Args:
+        a, b: the traces; their prompts have the same numbers.
+        limits: per prompt, the first position that is left out.
+    """
+    result = TraceComparison()
+    comparer = RowComparer(a, b)
+    aligner = Aligner()
+    ops_a, ops_b = _computing(a), _computing(b)
+    seen_a: set[int] = set()
+    seen_b: set[int] = set()
+    for pair in pair_calls(a, b, limits):
+        list_a, list_b = ops_a.get(pair.a, []), ops_b.get(pair.b, [])
+        alignment = aligner(list_a, list_b)
+        if pair.a not in seen_a:
+            result.only_a += [list_a[i].index for i in alignment.only_a]
+        if pair.b not in seen_b:
+            result.only_b += [list_b[j].index for j in alignment.only_b]
+        seen_a.add(pair.a)
+        seen_b.add(pair.b)
+        for i, j in alignment.pairs:
+            result.aligned.setdefault(list_a[i].index, list_b[j].index)
+            _compare_op(result, comparer, pair, list_a[i], list_b[j])
+    result.ops.sort(key=lambda op: op.a)
+    return result
+
+
+def _computing(trace: Trace) -> dict[int, list[OpRecord]]:
+    calls: dict[int, list[OpRecord]] = {}
+    for op in trace.ops:
+        if not op.is_view and op.call >= 0 and op.module != "(outside)":
+            calls.setdefault(op.call, []).append(op)
+    return calls
+
+
+def _compare_op(result: TraceComparison, comparer: RowComparer, pair: CallPair, op_a: OpRecord, op_b: OpRecord) -> None:
+    keys: Array | None = None
+    equal: Array | None = None
+    for out_a, out_b in zip(op_a.outputs, op_b.outputs, strict=False):
+        ta, tb = comparer.a.tensors[out_a], comparer.b.tensors[out_b]
+        found = comparer.compare(out_a, out_b)
+        if found is None:
+            if ta.status == tb.status == "rows":
+                result.incomparable.append((op_a.index, op_b.index, _why(ta, tb)))
+            continue
+        chosen = _chosen(found[0], pair)
+        result.rows_compared += int(chosen.sum())
+        if keys is None or equal is None:
+            keys, equal = found[0][chosen], found[1][chosen]
+        elif len(keys) == int(chosen.sum()) and np.array_equal(keys, found[0][chosen]):
+            equal = equal & found[1][chosen]  # several outputs: a row is identical where all of them are
+    if keys is None or equal is None or not len(keys):
+        return
+    state = np.full(len(keys), IDENTICAL, np.uint8)
+    named: dict[str, str] = {}
+    if not equal.all():
+        bad = np.flatnonzero(~equal)
+        matched, by_input = comparer.inputs(op_a, op_b, keys[bad])
+        state[bad] = np.where(matched, ORIGIN, CARRIER)
+        # Describe the row that matters most: the first origin row where there is one.
+        at = int(np.flatnonzero(matched)[0]) if matched.any() else 0
+        named = {n: "unknown" if v is None else ("matched" if v[at] else "differs") for n, v in by_input.items()}
+    result.ops.append(OpComparison(op_a.index, op_b.index, keys, state, named))
+
+
+def _chosen(keys: Array, pair: CallPair) -> Array:
+    """Which of the rows belong to this pair of calls; rows of a whole prompt belong where any of its tokens does."""
+    if len(keys) == len(pair.keys) and np.array_equal(keys, pair.keys):
+        return np.ones(len(keys), bool)
+    prompt, position = split_keys(keys)
+    return np.isin(keys, pair.keys) | ((position == -2) & np.isin(prompt, pair.prompts))
+
+
+def _why(a: TensorRecord, b: TensorRecord) -> str:
+    if a.dtype != b.dtype:
+        return f"{a.dtype} against {b.dtype}"
+    return f"rows of {a.width} against {b.width} elements"
+
+
+def differing(result: TraceComparison) -> Iterator[OpComparison]:
+    """The ops with at least one differing row, in order."""
+    return (op for op in result.ops if op.differs)
+
+
+def first_difference(a: Trace, b: Trace) -> tuple[OpRecord, OpRecord] | None:
+    """The first op at which two executions of *one* condition differ in any digest, rows without names included.
+
+    A stricter and faster question than `compare_traces`: the same condition must give the same ops and digests.
+    """
+    for op_a, op_b in zip(a.ops, b.ops, strict=False):
+        if op_a.key != op_b.key:
+            return op_a, op_b
+        if op_a.is_view:
+            continue
+        for out_a, out_b in zip(op_a.outputs, op_b.outputs, strict=False):
+            if not np.array_equal(a.tensors[out_a].digests, b.tensors[out_b].digests):
+                return op_a, op_b
+    if len(a.ops) != len(b.ops):
+        longer = a if len(a.ops) > len(b.ops) else b
+        extra = longer.ops[min(len(a.ops), len(b.ops))]
+        return extra, extra
+    return None

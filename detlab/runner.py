@@ -1,0 +1,494 @@
+"""Executes a condition: tokens in, tokens, logits and a trace out.
+
+The loop is greedy decoding as ``generate`` does it, written out so that every call is known: which prompt each row
+serves, which step it is, and, under teacher forcing, which token is fed. It runs a fixed number of steps and does not
+stop at an end token, so that two runs have the same rows; texts are cut at the end token where they are shown.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from detlab import bits
+from detlab.condition import Condition
+from detlab.environment import Environment, environment
+from detlab.errors import ModelError, TraceError, UsageError
+from detlab.models import tokenizer_for
+from detlab.prompts import Prompt, as_prompts, encode
+from detlab.trace.calls import CACHE_NAMES, CallContext
+from detlab.trace.capture import Observer, Save, capture
+from detlab.trace.records import Trace
+from detlab.trace.store import pack_trace, read_folder, save_trace, unpack_trace, write_folder
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Nan:
+    """Where logits were not numbers: prompt, step, and how many of them."""
+
+    prompt: int
+    step: int
+    count: int
+
+
+@dataclass
+class Run:
+    """One model, prompts and condition, executed.
+
+    Attributes:
+        condition: how the prompts were served.
+        prompt_ids, inputs: names and token ids of the prompts.
+        tokens: greedy tokens of each prompt, one a step (what the model chose, also where another token was fed).
+        texts: these decoded, cut at the end token; None without a tokenizer.
+        logits: per prompt [num_steps, vocab], the logits that chose each token; the last position's where no token was asked.
+        forced: the tokens that were fed instead of the model's own, per prompt; None in a free run.
+        trace: ops, module calls and row digests; None where none was asked for.
+        environment: the machine's record.
+        seconds: wall-clock duration, capture included.
+    """
+
+    condition: Condition
+    prompt_ids: list[str]
+    inputs: list[list[int]]
+    tokens: list[list[int]]
+    texts: list[str] | None
+    logits: list[Tensor]
+    forced: list[list[int]] | None
+    trace: Trace | None
+    environment: Environment
+    seconds: float
+    _source: _Source | None = field(default=None, repr=False)
+
+    @property
+    def num_steps(self) -> int:
+        """Tokens generated per prompt."""
+        return len(self.tokens[0]) if self.tokens else 0
+
+    @property
+    def md5(self) -> list[str]:
+        """MD5 of each prompt's logits, dtype and shape included."""
+        return [bits.md5(logits) for logits in self.logits]
+
+    @property
+    def nans(self) -> list[Nan]:
+        """Where logits were NaN; greedy decoding picks the first NaN, so its tokens mean nothing from there on."""
+        counts = [(p, s, int(row.isnan().sum())) for p, logits in enumerate(self.logits) for s, row in enumerate(logits)]
+        return [Nan(p, s, n) for p, s, n in counts if n]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the model is still at hand, so that the run can be repeated."""
+        return self._source is not None and self._source.model() is not None
+
+    def replay(self, *, force: list[list[int]] | None = None, save: Save = "digest", trace: bool = True,
+               observer: Observer | None = None, progress: Progress | None = None) -> Run:  # fmt: skip
+        """Executes the same condition again, with the same model object.
+
+        Args:
+            force: tokens to feed instead of the model's own (teacher forcing); None repeats what this run did.
+            save, trace, observer, progress: as for `run`.
+
+        Raises:
+            ModelError: the model is gone (a loaded run has none).
+        """
+        model = self._source.model() if self._source is not None else None
+        if self._source is None or model is None:
+            raise ModelError("this run has no model at hand (it was loaded from disk, or the model was deleted); run it again.")
+        return _execute(
+            model, self._source.prompts, self.inputs, self.condition, self.num_steps, self._source.tokenizer,
+            save=save, with_trace=trace, force=self.forced if force is None else force, progress=progress,
+            observer=observer,
+        )  # fmt: skip
+
+    def save(self, path: str | Path) -> Path:
+        """Saves the run in a folder that `load_trace` reads: outputs, trace, condition, environment, checksums.
+
+        Raises:
+            TraceError: the path is taken by something else, or cannot be written; nothing is left behind then.
+        """
+        content: dict[str, Any] = {
+            "run": {
+                "condition": self.condition.to_json(),
+                "prompt_ids": self.prompt_ids,
+                "inputs": self.inputs,
+                "tokens": self.tokens,
+                "texts": self.texts,
+                "forced": self.forced,
+                "md5": self.md5,
+                "environment": self.environment.to_json(),
+                "seconds": self.seconds,
+            }
+        }
+        files = {"logits": {str(i): logits for i, logits in enumerate(self.logits)}}
+        if self.trace is not None:
+            content["trace"], files["trace"], saved = pack_trace(self.trace)
+            if saved:
+                files["tensors"] = saved
+        return write_folder(path, content, files)
+
+    def __repr__(self) -> str:
+        what = f"{len(self.tokens)} prompts x {self.num_steps} tokens"
+        return f"Run({self.condition}: {what}, {self.seconds:.1f} s, {self.trace or 'no trace'})"
+
+
+@dataclass
+class _Source:
+    """What a replay needs. The model is held weakly: a run must not keep gigabytes alive."""
+
+    model: weakref.ref[nn.Module]
+    prompts: list[Prompt]
+    tokenizer: Any
+
+
+def load_trace(path: str | Path) -> Run | Trace:
+    """Loads what `Run.save` (a `Run` without a model) or ``capture(path=...)`` (a bare `Trace`) wrote.
+
+    Raises:
+        TraceError: no saved trace is there; TraceCorrupt or TraceSchema: it cannot be trusted or read.
+    """
+    content, files = read_folder(path)
+    trace = None
+    if "trace" in content:
+        trace = unpack_trace(content["trace"], files["trace"], files.get("tensors", {}))
+    if "run" not in content:
+        if trace is None:
+            raise TraceError(f"{path} holds neither a run nor a trace.")
+        return trace
+    data = content["run"]
+    logits = files["logits"]
+    return Run(
+        condition=Condition.from_json(data["condition"]),
+        prompt_ids=data["prompt_ids"],
+        inputs=data["inputs"],
+        tokens=data["tokens"],
+        texts=data["texts"],
+        logits=[logits[str(i)] for i in range(len(data["tokens"]))],
+        forced=data["forced"],
+        trace=trace,
+        environment=Environment.from_json(data["environment"]),
+        seconds=data["seconds"],
+    )
+
+
+def run(model: nn.Module, prompts: Any, condition: Condition | None = None, *, new_tokens: int = 8, tokenizer: Any = None,
+        save: Save = "digest", trace: bool = True, force: list[list[int]] | None = None,
+        progress: Progress | None = None, observer: Observer | None = None) -> Run:  # fmt: skip
+    """Serves prompts under a condition and records what happened.
+
+    Args:
+        model: a transformers causal language model in eval mode.
+        prompts: what `load_prompts` returns, or strings, or lists of token ids.
+        condition: how to serve them; None is ``Condition()``, one prompt at a time.
+        new_tokens: tokens to decode greedily after prefill; 0 runs prefill alone.
+        tokenizer: turns text into tokens; None asks for the one that `load_model` loaded with the model.
+        save: which full tensors the trace keeps: "digest" (none), "full", or a function of an `OpRecord`.
+        trace: False runs without capture (the same bits; a test says so).
+        force: per prompt, the tokens to feed instead of the model's own choice (teacher forcing).
+        progress: called with (calls done, calls in all, what).
+        observer: called for each tensor computed; see `capture`.
+
+    Returns:
+        A `Run`.
+
+    Raises:
+        UsageError: a prompt does not fit into the model's positions, ``new_tokens`` is negative, the model is in training
+            mode, ``force`` does not match.
+    """
+    condition = Condition() if condition is None else condition
+    if not isinstance(condition, Condition):
+        raise UsageError(f"run needs a Condition, such as Condition(batch_size=8); got {condition!r}.")
+    if not isinstance(new_tokens, int) or new_tokens < 0:
+        raise UsageError(f"run needs new_tokens of at least 0; got {new_tokens!r}.")
+    if model.training:
+        raise UsageError("run needs a model in eval mode: dropout would make every run another one. Call model.eval().")
+    chosen = as_prompts(prompts)
+    if tokenizer is None and any(p.tokens is None for p in chosen):
+        tokenizer = tokenizer_for(model)
+    inputs = encode(chosen, tokenizer)
+    return _execute(
+        model, chosen, inputs, condition, new_tokens, tokenizer,
+        save=save, with_trace=trace, force=force, progress=progress, observer=observer,
+    )  # fmt: skip
+
+
+@dataclass
+class _Batch:
+    """One batch: tokens per row without padding, and the prompt each row serves (-1: a mate)."""
+
+    rows: list[list[int]]
+    prompts: list[int]
+
+
+def _execute(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], condition: Condition, new_tokens: int,
+             tokenizer: Any, *, save: Save, with_trace: bool, force: list[list[int]] | None,
+             progress: Progress | None, observer: Observer | None) -> Run:  # fmt: skip
+    _check_lengths(model, prompts, inputs, condition, new_tokens)
+    if force is not None and [len(f) for f in force] != [new_tokens] * len(inputs):
+        raise UsageError(
+            f"force needs {new_tokens} tokens for each of {len(inputs)} prompts; got {[len(f) for f in force]}."
+        )
+    batches = _batches(inputs, condition, _vocabulary(model))
+    calls = _Progress(progress, len(batches) * (1 + new_tokens), str(condition))
+    tokens: list[list[int]] = [[] for _ in inputs]
+    logits: list[list[Tensor]] = [[] for _ in inputs]
+    record = environment()
+    context = CallContext()
+    trace: Trace | None = None
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_seeded(condition.seed))
+        served = stack.enter_context(_served(model, condition))
+        if with_trace:
+            trace = stack.enter_context(capture(served, save, observer=observer, context=context))
+        for batch in batches:
+            _serve(served, batch, condition, new_tokens, force, context, tokens, logits, calls)
+    return Run(
+        condition=condition,
+        prompt_ids=[p.id for p in prompts],
+        inputs=inputs,
+        tokens=tokens,
+        texts=_texts(tokens, tokenizer, model),
+        logits=[torch.stack(rows) for rows in logits],
+        forced=force,
+        trace=trace,
+        environment=record,
+        seconds=time.perf_counter() - started,
+        _source=_Source(weakref.ref(model), prompts, tokenizer),
+    )
+
+
+class _Progress:
+    def __init__(self, report: Progress | None, total: int, what: str) -> None:
+        self.report, self.total, self.what, self.done = report, total, what, 0
+
+    def step(self) -> None:
+        self.done += 1
+        if self.report is not None:
+            self.report(self.done, self.total, self.what)
+
+
+def _serve(model: nn.Module, batch: _Batch, condition: Condition, new_tokens: int, force: list[list[int]] | None,
+           context: CallContext, tokens: list[list[int]], logits: list[list[Tensor]], progress: _Progress) -> None:  # fmt: skip
+    """Prefills a batch and decodes it greedily."""
+    ids, mask = _padded(batch, condition, _pad_token(model))
+    ids, mask = ids.to(_device(model)), mask.to(_device(model))
+    num_rows, width = ids.shape
+    last = torch.tensor([int(row.nonzero()[-1]) for row in mask.cpu()], device=ids.device)
+    context.prompts = batch.prompts
+    cache: Any = None
+    uses_cache = condition.cache == "dynamic"
+    cache_name = _cache_argument(model)
+    chunk = condition.prefill_chunk or width
+    step_logits: Tensor | None = None
+    for step in range(max(1, new_tokens)):
+        context.step = step
+        if step == 0 or not uses_cache:
+            pieces = [(a, min(a + chunk, ids.shape[1])) for a in range(0, ids.shape[1], chunk)] if step == 0 else [(0, ids.shape[1])]
+        else:
+            pieces = [(ids.shape[1] - 1, ids.shape[1])]
+        for start, end in pieces:
+            arguments: dict[str, Any] = {
+                "input_ids": ids[:, start:end],
+                "attention_mask": mask[:, :end],
+                "position_ids": (mask[:, :end].cumsum(1) - 1).clamp_min(0)[:, start:end],
+                "use_cache": uses_cache,
+            }
+            if cache is not None:
+                arguments[cache_name] = cache
+            output = model(**_accepted(model, arguments))
+            cache = output[cache_name] if uses_cache else None
+            out: Tensor = output["logits"]
+        progress.step()
+        # The newest real token of each row: with right padding, prompts end in front of the padding.
+        at = last - start if step == 0 else torch.full_like(last, out.shape[1] - 1)
+        step_logits = out[torch.arange(num_rows, device=out.device), at]
+        chosen = step_logits.argmax(-1)
+        fed = chosen.clone()
+        for row, prompt in enumerate(batch.prompts):
+            if prompt < 0:
+                continue
+            logits[prompt].append(step_logits[row].detach().cpu().clone())
+            if new_tokens:
+                tokens[prompt].append(int(chosen[row]))
+                if force is not None:
+                    fed[row] = force[prompt][step]
+        ids = torch.cat([ids, fed[:, None]], 1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+
+
+def _batches(inputs: list[list[int]], condition: Condition, vocabulary: int) -> list[_Batch]:
+    """Groups prompts as the condition says; every batch has exactly ``batch_size`` rows."""
+    size, count = condition.batch_size, len(inputs)
+    draw = random.Random(condition.seed)
+    batches = []
+    if condition.padding_side is None:
+        for prompt, tokens in enumerate(inputs):
+            rows, names = [], []
+            for row in range(size):
+                is_question = row == condition.row
+                rows.append(tokens if is_question else _mate(inputs, prompt, row, condition.mates, draw, vocabulary))
+                names.append(prompt if is_question else -1)
+            batches.append(_Batch(rows, names))
+        return batches
+    for first in range(0, count, size):
+        group = list(range(first, min(first + size, count)))
+        names = [group[i] if i < len(group) else -1 for i in range(size)]
+        rows = [inputs[name] if name >= 0 else inputs[(first + i) % count] for i, name in enumerate(names)]
+        shift = condition.row % size
+        batches.append(_Batch(rows[-shift:] + rows[:-shift] if shift else rows, names[-shift:] + names[:-shift] if shift else names))
+    return batches
+
+
+def _mate(inputs: list[list[int]], prompt: int, row: int, mates: str, draw: random.Random, vocabulary: int) -> list[int]:
+    """A neighbour of the prompt's own length."""
+    length = len(inputs[prompt])
+    if mates == "repeat":
+        return inputs[prompt]
+    if mates == "random":
+        return [draw.randrange(vocabulary) for _ in range(length)]
+    other = inputs[(prompt + 1 + row) % len(inputs)]
+    return (other * (length // len(other) + 1))[:length]
+
+
+def _padded(batch: _Batch, condition: Condition, pad: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of a batch, both int64 [batch, width]."""
+    width = max(len(row) for row in batch.rows) + condition.padding
+    ids, mask = [], []
+    for row in batch.rows:
+        spare = width - len(row)
+        fill, zeros = [pad] * spare, [0] * spare
+        ones = [1] * len(row)
+        left = condition.padding_side == "left"
+        ids.append(fill + row if left else row + fill)
+        mask.append(zeros + ones if left else ones + zeros)
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+# -------------------------------------------------------------------------------------------------------- the model
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return int(getattr(_config(model), "vocab_size", 256))
+
+
+def _pad_token(model: nn.Module) -> int:
+    pad = getattr(_config(model), "pad_token_id", None)
+    return int(pad) if isinstance(pad, int) and pad >= 0 else 0
+
+
+def _accepted(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Drops what the model's forward does not take; position ids are left out by models that have none."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _cache_argument(model: nn.Module) -> str:
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
+
+
+def _check_lengths(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], condition: Condition, new_tokens: int) -> None:
+    limit = getattr(_config(model), "max_position_embeddings", None)
+    vocabulary = _vocabulary(model)
+    for prompt, tokens in zip(prompts, inputs, strict=True):
+        if limit is not None and len(tokens) + new_tokens > limit:
+            raise UsageError(
+                f"prompt {prompt.id!r} has {len(tokens)} tokens and {new_tokens} more are asked for; "
+                f"the model holds {limit} positions. Shorten the prompt or ask for fewer tokens."
+            )
+        if max(tokens) >= vocabulary or min(tokens) < 0:
+            raise UsageError(
+                f"prompt {prompt.id!r} has token id {max(tokens) if max(tokens) >= vocabulary else min(tokens)}; "
+                f"the model's vocabulary is 0..{vocabulary - 1}. Is it another model's tokenizer?"
+            )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds torch's generators for a run and gives the caller's random state back."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else []):
+        torch.manual_seed(seed)
+        yield
+
+
+_copies: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def _served(model: nn.Module, condition: Condition) -> Iterator[nn.Module]:
+    """The model as the condition wants it: cast copy, attention implementation; the original is left as it was."""
+    served = model
+    if condition.dtype is not None:
+        wanted = getattr(torch, condition.dtype)
+        if next(model.parameters()).dtype != wanted:
+            served = _cast_copy(model, condition.dtype)
+    config: Any = getattr(served, "config", None)
+    before = getattr(config, "_attn_implementation", None)
+    if condition.attention is None or condition.attention == before:
+        yield served
+        return
+    if not hasattr(served, "set_attn_implementation"):
+        raise UsageError(f"attention={condition.attention!r}: {type(served).__name__} is not a transformers model; leave it out.")
+    served.set_attn_implementation(condition.attention)
+    try:
+        yield served
+    finally:
+        served.set_attn_implementation(before)
+
+
+def _cast_copy(model: nn.Module, dtype: str) -> nn.Module:
+    """A copy with parameters and saved buffers in ``dtype``, as loading in that dtype gives.
+
+    Buffers that are not saved (rotary inverse frequencies) stay as they are: ``model.to(dtype)`` would round them, and
+    the copy would be another model than the one that users load.
+    """
+    known = _copies.setdefault(model, {})
+    if dtype not in known:
+        wanted = getattr(torch, dtype)
+        twin = copy.deepcopy(model)
+        for module in twin.modules():
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(wanted)
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                    setattr(module, name, buffer.to(wanted))
+        known[dtype] = twin
+    return known[dtype]
+
+
+def _texts(tokens: list[list[int]], tokenizer: Any, model: nn.Module) -> list[str] | None:
+    if tokenizer is None:
+        return None
+    eos = getattr(_config(model), "eos_token_id", None)
+    ends = set(eos if isinstance(eos, Sequence) else [eos])
+    texts = []
+    for ids in tokens:
+        cut = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+        texts.append(str(tokenizer.decode(ids[:cut])))
+    return texts
+
+
+__all__ = ["Nan", "Progress", "Run", "load_trace", "run", "save_trace"]

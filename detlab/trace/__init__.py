@@ -1,0 +1,1 @@
+"""Traces: capturing what a model computes, row by row, and keeping it."""

@@ -1,0 +1,207 @@
+"""What a trace holds: calls, ops, module calls, and one digest per row of every tensor.
+
+Rows are named (prompt, position): a prompt's number in the run, and a token's place in that prompt, whatever slot of a
+padded or chunked tensor it was computed in. Padding and batch mates have no name and are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from detlab.trace.layout import Index, Layout
+
+Array = np.ndarray
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of the model: which prompt each batch row serves, and which position each token slot holds.
+
+    Attributes:
+        index: number of the call within its trace.
+        step: 0 for prefill (every chunk of it), then 1, 2, ... for decode steps; the call's own index in a bare capture.
+        prompts: [batch], prompt number, -1 for a mate that is not part of the question.
+        positions: [batch, slots], token position, -1 for padding; slots count from the start of the cache.
+        query: slots of the tokens that this call computes.
+        tokens: [batch, len(query)], token ids; -1 where the call was given embeddings.
+    """
+
+    index: int
+    step: int
+    prompts: Array
+    positions: Array
+    query: range
+    tokens: Array
+
+    def row_names(self, batch: Index | None, slots: Index | None) -> tuple[Array, Array]:
+        """Names the rows of a tensor: (prompt, position), each int64 [len(batch) * len(slots)]; -1 where there is none.
+
+        A missing batch axis (a tensor broadcast over the batch) belongs to every prompt and is named by batch row 0 where
+        all rows agree; a missing token axis leaves the position at -2, "the whole prompt".
+        """
+        rows = np.arange(1) if batch is None else np.asarray(batch)
+        prompts = self.prompts[rows]
+        if slots is None:
+            return prompts.astype(np.int64), np.where(prompts < 0, -1, -2).astype(np.int64)
+        columns = np.asarray(slots)
+        inside = columns < self.positions.shape[1]
+        positions = np.full((len(rows), len(columns)), -1, dtype=np.int64)
+        positions[:, inside] = self.positions[np.ix_(rows, columns[inside])]
+        named = np.where(positions >= 0, prompts[:, None], -1)
+        return named.reshape(-1).astype(np.int64), np.where(named >= 0, positions, -1).reshape(-1)
+
+
+@dataclass(slots=True)
+class TensorRecord:
+    """One tensor that was computed, or that entered from outside.
+
+    Attributes:
+        number: index into ``Trace.tensors``.
+        kind: "op" (computed by an op), "parameter", "buffer", "input" (of the call), "cache" (filled before the capture
+            began) or "constant" (made by the caller's Python code).
+        name: the parameter's, buffer's or input's name; "" for "op".
+        call: the call that made it; -1 before the first.
+        op: index into ``Trace.ops`` of the op that made it; -1 for the other kinds.
+        status: "rows" (cut into rows), "whole" (has none: one digest for all of it) or "unlaid" (rows could not be
+            followed; digested whole).
+        batch, slots: the batch rows and token slots its rows stand for.
+        width: elements in a row.
+        digests: int64; one per row, batch-major.
+        parts: tensors whose rows this one only collects (a cache that grew); it has no digests of its own then.
+    """
+
+    number: int
+    kind: str
+    name: str
+    call: int
+    op: int
+    shape: tuple[int, ...]
+    dtype: str
+    status: str
+    batch: Index | None = None
+    slots: Index | None = None
+    width: int = 0
+    digests: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    parts: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """One op that ran.
+
+    Attributes:
+        module: dotted name of the innermost module it ran in; "" is the model itself.
+        op: the op's name without its overload, "mm"; other libraries' ops keep their prefix, "mkldnn._linear_pointwise".
+        occurrence: how many ops of this name ran before it in this module and call.
+        inputs: (argument, tensor, relation): relation is "row" where row r of the output sees row r of the input,
+            "context" where it may see every row up to its own (keys, values), "whole" for tensors without rows.
+        outputs: tensors it made; for a view, the tensor whose rows it shows.
+        is_view: it only renames or moves elements.
+        is_factory: it made its output from numbers alone (arange, zeros).
+    """
+
+    index: int
+    call: int
+    module: str
+    op: str
+    occurrence: int
+    inputs: tuple[tuple[str, int, str], ...]
+    outputs: tuple[int, ...]
+    is_view: bool = False
+    is_factory: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What the op is called in every call: (module, op, occurrence)."""
+        return self.module, self.op, self.occurrence
+
+
+@dataclass(slots=True)
+class ModuleRecord:
+    """One call of a module: its class, the ops that ran in it ([first_op, end_op)), and its first output."""
+
+    call: int
+    module: str
+    class_name: str
+    first_op: int
+    end_op: int
+    output: int
+
+
+@dataclass
+class Trace:
+    """Everything that was captured between entering and leaving `capture`.
+
+    Attributes:
+        calls, ops, modules, tensors: the records, in the order in which things ran.
+        model: class, dtype and size of the model.
+        saved: full tensors by tensor number, where ``save`` asked for them, with their layouts in ``layouts``.
+        notes: what could not be followed, in words.
+    """
+
+    model: dict[str, Any] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    ops: list[OpRecord] = field(default_factory=list)
+    modules: list[ModuleRecord] = field(default_factory=list)
+    tensors: list[TensorRecord] = field(default_factory=list)
+    saved: dict[int, Tensor] = field(default_factory=dict)
+    layouts: dict[int, Layout | None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def rows(self, number: int) -> tuple[Array, Array, Array]:
+        """Rows of a tensor: (prompt, position, digest), each int64 [num_rows], unnamed rows left out; none without rows."""
+        record = self.tensors[number]
+        if record.status != "rows":
+            empty = np.zeros(0, np.int64)
+            return empty, empty, empty
+        if record.parts:
+            parts = [self.rows(part) for part in record.parts]
+            return (
+                np.concatenate([p[0] for p in parts]),
+                np.concatenate([p[1] for p in parts]),
+                np.concatenate([p[2] for p in parts]),
+            )
+        prompt, position = self.calls[max(0, record.call)].row_names(record.batch, record.slots)
+        named = prompt >= 0
+        return prompt[named], position[named], record.digests[named]
+
+    def ops_of(self, call: int) -> Iterator[OpRecord]:
+        """The ops of one call, in order."""
+        return (op for op in self.ops if op.call == call)
+
+    def producer(self, number: int) -> OpRecord | None:
+        """The op that computed a tensor, or None where it entered from outside."""
+        at = self.tensors[number].op
+        return self.ops[at] if at >= 0 else None
+
+    @property
+    def num_digests(self) -> int:
+        """How many row digests the trace holds."""
+        return sum(len(t.digests) for t in self.tensors)
+
+    @property
+    def unlaid(self) -> list[OpRecord]:
+        """Ops that computed a tensor whose rows could not be followed."""
+        return [
+            op
+            for op in self.ops
+            if not op.is_view and op.module != "(outside)" and any(self.tensors[o].status == "unlaid" for o in op.outputs)
+        ]
+
+    def summary(self) -> str:
+        """One line in words: calls, ops, rows, and what is unlaid."""
+        views = sum(op.is_view for op in self.ops)
+        lost = len(self.unlaid)
+        tail = f"; {lost} ops unlaid (rows could not be followed)" if lost else ""
+        return (
+            f"{len(self.calls)} calls, {len(self.ops) - views} ops and {views} views in {len(self.modules)} module calls, "
+            f"{self.num_digests} row digests{tail}"
+        )
+
+    def __repr__(self) -> str:
+        return f"Trace({self.summary()})"
