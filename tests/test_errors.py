@@ -1,0 +1,33 @@
+"""The exception tree: what is caught by what, and that its picture is true."""
+
+import re
+
+import pytest
+
+from detlab import errors
+
+
+def test_picture_in_the_docstring_is_the_tree():
+    lines = re.findall(r"^([ |+-]*)(\w+(?:Error|Corrupt|Schema|Mismatch))\b", errors.__doc__, re.MULTILINE)
+    drawn = {}
+    ancestors = []
+    for indent, name in lines:
+        depth = len(indent) // 4
+        ancestors[depth:] = [name]
+        drawn[name] = ancestors[depth - 1] if depth else "Exception"
+    actual = {name: getattr(errors, name).__bases__[0].__name__ for name in errors.__all__}
+    assert drawn == actual
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_each_error_is_a_detlab_error_with_one_line_of_explanation(name):
+    error = getattr(errors, name)
+    assert issubclass(error, errors.DetlabError)
+    assert error.__doc__ and "\n" not in error.__doc__.strip()
+    with pytest.raises(errors.DetlabError, match="what was found"):
+        raise error("what was found")
+
+
+def test_bad_arguments_are_value_errors_and_nothing_else_is():
+    value_errors = {name for name in errors.__all__ if issubclass(getattr(errors, name), ValueError)}
+    assert value_errors == {"UsageError", "ConditionError", "PromptError"}
