@@ -3,15 +3,14 @@
 Floating-point equality is the wrong question for a reproducibility tool: ``0.0 == -0.0`` although their bits differ,
 and ``nan != nan`` although they agree. Everything here looks at the integer view of a tensor.
 
-A *row digest* is a 64-bit fingerprint of one row of 32-bit words ``w[0], w[1], ...``:
+A *row digest* is a 64-bit fingerprint of the bytes ``b[0], b[1], ...`` of one row (signed, -128..127):
 
-    low  = sum_i  w[i]        * odd[i]      (mod 2**32)
-    high = sum_i (w[i] >> 16) * salt[i]     (mod 2**32, arithmetic shift)
+    p[k]   = sum_i  b[i] * c[i, k]     exact in int32, for k = 0..7, with fixed c[i, k] in -64..63, none of them 0
+    digest = sum_k  p[k] * P[k]        modulo 2**64, with fixed odd P[k]
 
-Sums modulo 2**32 are associative, so a digest depends neither on the reduction order nor on threads or device.
-``low`` alone sees every single-bit change (``odd`` is odd), but a change in bit *k* reaches only its bits from *k* up,
-so that an exchange of ``x`` and ``-x`` would pass unseen half of the time or more; ``high`` brings sign, exponent and
-leading mantissa bits down by 16 places, where they meet at least 16 bits of the salt's differences.
+The sums are integers, so a digest depends neither on the reduction order nor on threads, instruction set or device. A
+change of one bit is always seen (a test checks every position); other changes, exchanges of elements among them, go
+unseen with a probability of about 2**-56. An XOR of bit patterns, by contrast, misses every exchange.
 """
 
 from __future__ import annotations
@@ -26,8 +25,11 @@ from torch import Tensor
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ULP_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-#: Rows are digested in slices of about this many bytes, so that digesting big outputs needs little memory.
+#: Big tensors are digested in slices of about this many bytes, so that digesting them needs little memory.
 CHUNK_BYTES = 8 << 20
+#: A longer row is digested in pieces: 65,536 products of at most 128 * 64 stay below 2**31.
+PIECE_BYTES = 64 << 10
+NUM_PROJECTIONS = 8
 
 
 def int_view(tensor: Tensor) -> Tensor:
@@ -116,78 +118,123 @@ def _mix(counter: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _coefficients_pow2(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    mixed = _mix(np.arange(length, dtype=np.uint64))
-    odd = (mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32) | np.uint32(1)
-    salt = (mixed >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
-    return torch.from_numpy(odd.view(np.int32)).to(device), torch.from_numpy(salt.view(np.int32)).to(device)
+def _byte_table(length: int, device: torch.device) -> Tensor:
+    mixed = _mix(np.arange(length * NUM_PROJECTIONS, dtype=np.uint64))
+    values = (mixed % np.uint64(127)).astype(np.int64) - 63
+    values[values == 0] = -64
+    return torch.from_numpy(values.astype(np.int8).reshape(length, NUM_PROJECTIONS)).to(device)
 
 
-def coefficients(length: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Returns the fixed multipliers ``odd`` and ``salt`` of the row digest: two int32 tensors of ``length`` words."""
-    size = 1 << max(10, (length - 1).bit_length())
-    odd, salt = _coefficients_pow2(size, torch.device(device))
-    return odd[:length], salt[:length]
+def byte_coefficients(length: int, device: torch.device | str = "cpu") -> Tensor:
+    """The fixed ``c`` of the row digest: int8 [length, 8], values -64..63 without 0."""
+    size = 1 << max(12, (length - 1).bit_length())
+    return _byte_table(size, torch.device(device))[:length]
 
 
-def words(rows: Tensor) -> Tensor:
-    """Views a 2-D tensor's rows as int32 words, zero-padded to a whole number of words.
+@lru_cache(maxsize=8)
+def _fold_multipliers(pieces: int) -> np.ndarray:
+    odd: np.ndarray = (_mix(np.arange(pieces * NUM_PROJECTIONS, dtype=np.uint64) + np.uint64(1 << 40)) | np.uint64(1)).view(np.int64)
+    return odd
+
+
+@lru_cache(maxsize=1)
+def _int_mm_is_exact() -> bool:
+    """Whether this machine's int8 product is exact at the worst case (some saturate at 16 bits inside)."""
+    for rows, length in ((1, 64), (3, 2304), (64, 4096)):
+        for value in (-128, 127):
+            for other in (-64, 63):
+                a = torch.full((rows, length), value, dtype=torch.int8)
+                b = torch.full((length, NUM_PROJECTIONS), other, dtype=torch.int8)
+                try:
+                    product = torch._int_mm(a, b)
+                except (RuntimeError, AttributeError):
+                    return False
+                if not bool((product == value * other * length).all()):
+                    return False
+    return True
+
+
+def _project(rows: Tensor, table: Tensor) -> Tensor:
+    """Exact integer product of int8 matrices, [num_rows, length] x [length, 8] -> int32."""
+    if rows.device.type == "cuda":  # its int8 product wants more than 16 rows and lengths that are multiples of 8
+        spare_rows, spare = max(0, 17 - rows.shape[0]), -rows.shape[1] % 8
+        padded = torch.nn.functional.pad(rows, (0, spare, 0, spare_rows))
+        return torch._int_mm(padded, torch.nn.functional.pad(table, (0, 0, 0, spare)))[: rows.shape[0]]
+    if _int_mm_is_exact():
+        return torch._int_mm(rows, table)
+    return (rows.double() @ table.double()).to(torch.int32)  # below 2**53, so exact as well
+
+
+def project_rows(rows: Tensor) -> Tensor:
+    """The projections behind `row_digests`; they stay on the device.
 
     Args:
-        rows: [num_rows, width], any dtype.
+        rows: [num_rows, width], any dtype and strides.
 
     Returns:
-        int32 [num_rows, ceil(width * itemsize / 4)].
+        int32 [num_rows, 8 * pieces]; one piece for each 65,536 bytes of a row.
     """
-    bits = int_view(rows)
-    if bits.ndim == 3:  # complex
-        bits = bits.flatten(1)
-    spare = -(bits.shape[1] * bits.element_size()) % 4
-    if spare:
-        bits = torch.nn.functional.pad(bits, (0, spare // bits.element_size()))
-    # A view from a narrower dtype needs unit stride and an aligned start: a copy gives both.
-    if not bits.is_contiguous() or (bits.storage_offset() * bits.element_size()) % 4:
-        bits = bits.clone(memory_format=torch.contiguous_format)
-    return bits if bits.dtype == torch.int32 else bits.view(torch.int32)
+    num_rows, width = rows.shape
+    if num_rows == 0 or width == 0:
+        return torch.zeros((num_rows, NUM_PROJECTIONS), dtype=torch.int32, device=rows.device)
+    step = max(1, CHUNK_BYTES // (width * rows.element_size()))
+    if num_rows <= step:
+        return _project_slice(rows)
+    return torch.cat([_project_slice(rows[start : start + step]) for start in range(0, num_rows, step)])
 
 
-def _dot(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Integer matrix-vector product modulo 2**32."""
-    if matrix.device.type == "cpu":
-        return torch.mv(matrix, vector)  # one pass, no temporary; exact, so its order does not matter
-    return (matrix * vector).sum(-1, dtype=torch.int32)  # CUDA has no integer mv
+def _project_slice(rows: Tensor) -> Tensor:
+    if rows.is_complex() or rows.is_neg():
+        rows = int_view(rows).flatten(1)
+    octets = rows.contiguous().view(torch.int8)
+    length = octets.shape[1]
+    table = byte_coefficients(min(length, PIECE_BYTES), rows.device)
+    if length <= PIECE_BYTES:
+        return _project(octets, table)
+    pieces = [octets[:, start : start + PIECE_BYTES] for start in range(0, length, PIECE_BYTES)]
+    return torch.cat([_project(piece.contiguous(), table[: piece.shape[1]]) for piece in pieces], 1)
 
 
-def row_digests(rows: Tensor) -> tuple[Tensor, Tensor]:
+def fold(projections: Tensor) -> np.ndarray:
+    """Folds projections [num_rows, 8 * pieces] into digests, int64 [num_rows], on the host."""
+    values = projections.cpu().numpy().astype(np.int64)
+    with np.errstate(over="ignore"):
+        folded: np.ndarray = (values * _fold_multipliers(values.shape[1] // NUM_PROJECTIONS)).sum(-1, dtype=np.int64)
+    return folded
+
+
+def row_digests(rows: Tensor) -> np.ndarray:
     """Fingerprints each row of a 2-D tensor.
 
     Args:
         rows: [num_rows, width], any dtype and strides.
 
     Returns:
-        (low, high), both int32 [num_rows]; `pack` joins them. The sign of zero and NaN payloads count. Zero-width rows
-        give 0. Rows of different widths or dtypes must not be compared: keep those beside the digest.
+        int64 [num_rows]. The sign of zero and NaN payloads count. Rows of zeros, and rows of no elements, give 0: rows of
+        different widths or dtypes must not be compared by digest alone.
     """
-    num_rows, width = rows.shape
-    row_bytes = max(1, width * rows.element_size())
-    step = max(1, CHUNK_BYTES // row_bytes)
-    if num_rows <= step:
-        return _row_digests(rows)
-    parts = [_row_digests(rows[start : start + step]) for start in range(0, num_rows, step)]
-    return torch.cat([low for low, _ in parts]), torch.cat([high for _, high in parts])
+    return fold(project_rows(rows))
 
 
-def _row_digests(rows: Tensor) -> tuple[Tensor, Tensor]:
-    w = words(rows)
-    odd, salt = coefficients(w.shape[1], w.device)
-    return _dot(w, odd), _dot(w >> 16, salt)
+@lru_cache(maxsize=64)
+def _word_table(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    mixed = _mix(np.arange(length, dtype=np.uint64))
+    odd = (mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32) | np.uint32(1)
+    salt = (mixed >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+    return torch.from_numpy(odd.view(np.int32)).to(device), torch.from_numpy(salt.view(np.int32)).to(device)
 
 
-def masked_row_digests(grid: Tensor, column_ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Fingerprints rows whose columns have names, such as attention scores whose columns are token positions.
+def _word_coefficients(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two int32 tensors of ``length`` odd multipliers."""
+    odd, salt = _word_table(1 << max(10, (length - 1).bit_length()), device)
+    return odd[:length], salt[:length]
 
-    A column counts where ``visible`` and its multiplier follows its name, not its place: the same scores with padding
-    columns in front, or with future columns behind, have the same digest.
+
+def project_named_columns(grid: Tensor, column_ids: Tensor, visible: Tensor) -> Tensor:
+    """Projects rows whose columns have names, such as attention scores whose columns are token positions.
+
+    A column counts where ``visible``, and its multiplier follows its name, not its place: the same scores with padding
+    columns in front, or with future columns behind, have the same digest. Sums are modulo 2**32.
 
     Args:
         grid: [num_rows, width, num_columns], any dtype.
@@ -195,47 +242,36 @@ def masked_row_digests(grid: Tensor, column_ids: Tensor, visible: Tensor) -> tup
         visible: bool [num_rows, num_columns].
 
     Returns:
-        (low, high), both int32 [num_rows].
+        int32 [num_rows, 8] for `fold`; only the first two of the eight are used.
     """
     num_rows, width, num_columns = grid.shape
+    out = torch.zeros((num_rows, NUM_PROJECTIONS), dtype=torch.int32, device=grid.device)
     if num_rows * width * num_columns == 0:
-        zero = torch.zeros(num_rows, dtype=torch.int32, device=grid.device)
-        return zero, zero.clone()
+        return out
     bits = int_view(grid)
     if bits.element_size() == 8:
         halves = bits.contiguous().view(torch.int32).unflatten(-1, (num_columns, 2))
-        low, high = masked_row_digests(halves[..., 0], column_ids, visible)
-        low2, high2 = masked_row_digests(halves[..., 1], column_ids, visible)
-        return low * 3 + low2 * 5, high * 3 + high2 * 5
+        low = project_named_columns(halves[..., 0], column_ids, visible)
+        return low * 3 + project_named_columns(halves[..., 1], column_ids, visible) * 5
     bits = bits.to(torch.int32)
-    odd_row, salt_row = coefficients(width, grid.device)
-    top = int(column_ids.max()) + 1 if column_ids.numel() else 1
-    odd_col, salt_col = coefficients(max(1, top) + 1, grid.device)
-    ids = torch.where(visible, column_ids, 0)
-    # + 1: columns and rows must not share multipliers, or a transposition would go unseen.
-    odd = torch.where(visible, odd_col[ids + 1], 0)
-    salt = torch.where(visible, salt_col[ids + 1], 0)
-    low = ((bits * odd[:, None, :]).sum(-1, dtype=torch.int32) * odd_row).sum(-1, dtype=torch.int32)
-    high = (((bits >> 8) * salt[:, None, :]).sum(-1, dtype=torch.int32) * salt_row).sum(-1, dtype=torch.int32)
-    return low, high
-
-
-def pack(low: Tensor, high: Tensor) -> np.ndarray:
-    """Joins the two halves of digests into int64 numbers on the host: ``high << 32 | low``."""
-    low64 = low.cpu().numpy().view(np.uint32).astype(np.uint64)
-    high64 = high.cpu().numpy().view(np.uint32).astype(np.uint64)
-    joined: np.ndarray = (high64 << np.uint64(32) | low64).view(np.int64)
-    return joined
+    odd_row, salt_row = _word_coefficients(width, grid.device)
+    odd_column, salt_column = _word_coefficients(int(column_ids.max()) + 2, grid.device)
+    ids = torch.where(visible, column_ids, 0) + 1  # + 1: rows and columns must not share multipliers
+    odd = torch.where(visible, odd_column[ids], 0)
+    salt = torch.where(visible, salt_column[ids], 0)
+    out[:, 0] = ((bits * odd[:, None, :]).sum(-1, dtype=torch.int32) * odd_row).sum(-1, dtype=torch.int32)
+    # A change of the top bits reaches only the top bits of a product: bring them down before multiplying again.
+    out[:, 1] = (((bits >> 16) * salt[:, None, :]).sum(-1, dtype=torch.int32) * salt_row).sum(-1, dtype=torch.int32)
+    return out
 
 
 def digest(tensor: Tensor) -> int:
-    """Fingerprints a whole tensor by the digests of its last-axis rows and of their order."""
+    """Fingerprints a whole tensor: the digest of its last-axis rows' digests, in order."""
     flat = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.reshape(-1, tensor.shape[-1])
-    low, high = row_digests(flat)
-    if flat.shape[0] > 1:
-        pairs = torch.stack([low, high], 1).reshape(1, -1)
-        low, high = row_digests(pairs)
-    return int(pack(low, high)[0]) if low.numel() else 0
+    digests = row_digests(flat)
+    if len(digests) > 1:
+        digests = row_digests(torch.from_numpy(digests)[None])
+    return int(digests[0]) if len(digests) else 0
 
 
 def md5(tensor: Tensor) -> str:

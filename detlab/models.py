@@ -278,18 +278,18 @@ def _smollm2_folder(progress: bool) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.parent / f"{SMOLLM2}.lock", progress):
+        with _locked(folder.parent / f"{SMOLLM2}.lock", progress) as is_alone:
             damage = _damage(folder)  # another process may have made it while this one waited
             if damage is None:
                 return folder
             if folder.exists():
                 _say(f"The cached model {SMOLLM2} is damaged ({damage}); making it again.")
-            _remove_leftovers(folder)
+            _remove_leftovers(folder, is_alone)
             _make_smollm2(folder, progress)
     except OSError as error:
         raise ModelError(
             f"{SMOLLM2} cannot be cached in {folder.parent}: {error.strerror or error}. It needs about "
-            "700 MB; set DETLAB_CACHE to a folder that can hold it."
+            "800 MB; set DETLAB_CACHE to a folder that can hold it."
         ) from error
     damage = _damage(folder)
     if damage is not None:
@@ -305,14 +305,15 @@ def _make_smollm2(folder: Path, progress: bool) -> None:
         made.mkdir()
         _convert_gguf(_find_gguf(temp, progress), made, progress)
         _write_manifest(made)
+        if _damage(folder) is None:
+            return  # another process was first (possible where files cannot be locked): its copy is as good
         if folder.exists():
             os.rename(folder, temp / "damaged")
         try:
             os.rename(made, folder)
         except OSError:
-            if not folder.exists():
+            if not folder.exists():  # else: first by a moment
                 raise
-            # Another process was first (possible where files cannot be locked): its copy is as good.
     finally:
         shutil.rmtree(temp, ignore_errors=True)
 
@@ -429,26 +430,25 @@ def _damage(folder: Path) -> str | None:
     return None
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Removes what killed conversions left; the caller holds the lock, so none is under way."""
+def _remove_leftovers(folder: Path, is_alone: bool) -> None:
+    """Removes what killed conversions left behind."""
     for leftover in folder.parent.glob(f".{folder.name}.*.tmp"):
-        # Without locks another process may be at work in it; an hour is far beyond any conversion.
-        if _has_locks() or time.time() - leftover.stat().st_mtime > 3600:
+        # Unlocked, another process may be at work in it; an hour is far beyond any conversion.
+        if is_alone or time.time() - leftover.stat().st_mtime > 3600:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _has_locks() -> bool:
-    return importlib.util.find_spec("fcntl") is not None
-
-
 @contextlib.contextmanager
-def _locked(file: Path, progress: bool) -> Iterator[None]:
-    """Holds an exclusive lock between processes; the system releases it if the holder dies."""
-    if not _has_locks():
-        yield
-        return
-    import fcntl
+def _locked(file: Path, progress: bool) -> Iterator[bool]:
+    """Holds a lock between processes, which the system releases if the holder dies.
 
+    Yields False where there are no locks (Windows, some network file systems).
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield False
+        return
     with file.open("a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -456,7 +456,10 @@ def _locked(file: Path, progress: bool) -> Iterator[None]:
             if progress:
                 _say(f"Waiting for another process that is making {SMOLLM2} ...")
             fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+        except OSError:
+            yield False
+            return
+        yield True
 
 
 # --- tiny random models ------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from detlab.errors import ModelError, TraceError, UsageError
 from detlab.models import tokenizer_for
 from detlab.prompts import Prompt, as_prompts, encode
 from detlab.trace.calls import CACHE_NAMES, CallContext
-from detlab.trace.capture import Observer, Save, capture
+from detlab.trace.capture import Save, capture
+from detlab.trace.recorder import Observer
 from detlab.trace.records import Trace
 from detlab.trace.store import pack_trace, read_folder, save_trace, unpack_trace, write_folder
 

@@ -75,7 +75,7 @@ def begin_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     for name, value in bound.items():
         if isinstance(value, Tensor):
             inputs.append((name, value, input_layout(name, value, call)))
-    inputs += list(_cache_layouts(_cache_of(bound), batch, past))
+    inputs += list(_cache_layouts(_cache_of(bound), batch, past, past))
     return call, inputs, note
 
 
@@ -123,7 +123,8 @@ def input_layout(name: str, value: Tensor, call: Call) -> Layout | None:
     batch, total = call.positions.shape
     length = len(call.query)
     rows: Dim = (Atom("batch", range(batch)),)
-    query: Dim = (Atom("token", call.query),)
+    query: Dim = (Atom("token", range(length)),)
+    start = call.query.start
     lead = rows if shape and shape[0] == batch else ()
     if name in ("input_ids", "position_ids", "token_type_ids", "labels") and len(shape) == 2 and shape[1] == length:
         return (lead, query)
@@ -132,7 +133,7 @@ def input_layout(name: str, value: Tensor, call: Call) -> Layout | None:
     if name == "cache_position" and shape == (length,):
         return (query,)
     if name == "attention_mask":
-        slots: Dim = (Atom("token", range(shape[-1])),) if shape else ()
+        slots: Dim = (Atom("token", range(-start, shape[-1] - start)),) if shape else ()
         if len(shape) == 2 and shape[0] == batch:
             return (rows, slots)
         if len(shape) == 4 and shape[-1] >= call.query.stop and shape[-2] == length and shape[0] in (1, batch):
@@ -140,13 +141,14 @@ def input_layout(name: str, value: Tensor, call: Call) -> Layout | None:
     return plain(shape) if not shape else None
 
 
-def _cache_layouts(cache: Any, batch: int, total: int) -> Iterator[Input]:
+def _cache_layouts(cache: Any, batch: int, total: int, start: int) -> Iterator[Input]:
     for i, layer in enumerate(getattr(cache, "layers", None) or []):
         for part in ("keys", "values"):
             tensor = getattr(layer, part, None)
             if isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.shape[0] == batch and tensor.numel():
                 held = tensor.shape[2]  # a sliding window holds the last slots only, a static cache more than there are
-                slots: Dim = (Atom("token", range(max(0, total - held), max(0, total - held) + held)),)
+                first = max(0, total - held) - start
+                slots: Dim = (Atom("token", range(first, first + held)),)
                 layout = ((Atom("batch", range(batch)),), *plain(tensor.shape[1:2]), slots, *plain(tensor.shape[3:]))
                 yield f"cache.layers.{i}.{part}", tensor, layout
 
@@ -155,6 +157,6 @@ def cache_tensors(output: Any, call: Call | None) -> Iterator[Input]:
     """The cache that a call leaves behind, with layouts: keys and values of every layer."""
     cache = _cache_of(output) if isinstance(output, dict) else None
     if cache is not None and call is not None and len(call.prompts):
-        yield from _cache_layouts(cache, len(call.prompts), call.query.stop)
+        yield from _cache_layouts(cache, len(call.prompts), call.query.stop, call.query.start)
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from detlab.trace.layout import Index, Layout
+from detlab.trace.layout import Index
 
 Array = np.ndarray
+_NO_DIGESTS = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class TensorRecord:
     batch: Index | None = None
     slots: Index | None = None
     width: int = 0
-    digests: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    digests: Array = field(default_factory=lambda: _NO_DIGESTS)
     parts: tuple[int, ...] = ()
 
 
@@ -140,7 +141,7 @@ class Trace:
     Attributes:
         calls, ops, modules, tensors: the records, in the order in which things ran.
         model: class, dtype and size of the model.
-        saved: full tensors by tensor number, where ``save`` asked for them, with their layouts in ``layouts``.
+        saved: full tensors by tensor number, where ``save`` asked for them.
         notes: what could not be followed, in words.
     """
 
@@ -150,7 +151,6 @@ class Trace:
     modules: list[ModuleRecord] = field(default_factory=list)
     tensors: list[TensorRecord] = field(default_factory=list)
     saved: dict[int, Tensor] = field(default_factory=dict)
-    layouts: dict[int, Layout | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def rows(self, number: int) -> tuple[Array, Array, Array]:
