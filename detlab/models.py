@@ -518,9 +518,14 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 
 def _build_tiny(name: str, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     options = {} if attention is None else {"attn_implementation": attention}
-    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        FAMILIES[name](), dtype=dtype, **options
-    )
+    try:
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            FAMILIES[name](), dtype=dtype, **options
+        )
+    except ImportError as error:
+        raise MachineError(f"attention {attention!r} cannot run here: {_first_line(error)}") from error
+    except ValueError as error:
+        raise UsageError(f"{name} does not know attention {attention!r}: {_first_line(error)}") from error
     is_tied = bool(model.config.tie_word_embeddings)
     # The first owner counts: a tied head has the embedding's weight.
     owners: dict[int, nn.Module] = {}

@@ -9,21 +9,7 @@ from difflib import SequenceMatcher
 
 import numpy as np
 
-from detlab.trace.records import Array, OpRecord, Trace
-
-_POSITION_BITS = 32
-
-
-def row_keys(prompt: Array, position: Array) -> Array:
-    """One sortable number per row; the position -2 ("the whole prompt") sorts before every token."""
-    keys: Array = (prompt << _POSITION_BITS) + (position + 2)
-    return keys
-
-
-def split_keys(keys: Array) -> tuple[Array, Array]:
-    """The inverse of `row_keys`: (prompt, position)."""
-    return keys >> _POSITION_BITS, (keys & ((1 << _POSITION_BITS) - 1)) - 2
-
+from detlab.trace.records import Array, OpRecord, Trace, row_keys, split_keys
 
 @dataclass(frozen=True)
 class CallPair:

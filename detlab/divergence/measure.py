@@ -9,50 +9,60 @@ import torch
 from torch import Tensor
 
 from detlab import bits
-from detlab.divergence.align import row_keys
 from detlab.divergence.rows import TraceComparison
-from detlab.trace.capture import named_rows_of
-from detlab.trace.layout import Layout
-from detlab.trace.records import Array, Call, OpRecord, TensorRecord
+from detlab.trace.layout import Layout, rows_of
+from detlab.trace.records import Array, Call, OpRecord, TensorRecord, split_keys
 
 #: Memory for kept values; what comes after is not sized.
 BUDGET_BYTES = 512 << 20
 
 
 @dataclass
-class _Kept:
-    keys: Array
-    values: Tensor
-
-
-@dataclass
 class ValueKeeper:
-    """An observer that keeps the rows that will be measured: those of differing ops, for some prompts."""
+    """An observer of run a that keeps the rows that will be measured: those of differing ops, for some prompts.
+
+    Attributes:
+        kept: op of a -> (row keys, values [num_rows, width]) of its first output.
+    """
 
     detail: TraceComparison
     prompts: list[int]
-    kept: dict[int, _Kept] = field(default_factory=dict)
+    kept: dict[int, tuple[Array, Tensor]] = field(default_factory=dict)
     bytes_kept: int = 0
     is_full: bool = False
 
     def __post_init__(self) -> None:
         self.wanted = {found.a for found in self.detail.ops if found.differs}
+        self._cuts: dict[tuple[int, int], tuple[Array, Tensor]] = {}
+        self._alive: list[Array] = []
 
     def __call__(self, op: OpRecord, record: TensorRecord, tensor: Tensor, layout: Layout | None, call: Call | None) -> None:
         """Keeps a copy of the named rows of a wanted op's first output."""
-        if op.index not in self.wanted or op.index in self.kept or self.is_full:
+        if op.index not in self.wanted or record.number != op.outputs[0] or self.is_full:
             return
-        rows = named_rows_of(call, record, tensor, layout, self.prompts)
-        if rows is None or not tensor.is_floating_point():
+        rows = self.rows(record, tensor, layout, call)
+        if rows is None:
             return
-        prompt, position, values = rows
-        self.bytes_kept += values.numel() * values.element_size()
+        self.bytes_kept += rows[1].numel() * rows[1].element_size()
         if self.bytes_kept > BUDGET_BYTES:
             self.is_full = True
             return
-        keys = row_keys(prompt, position)
-        order = np.argsort(keys, kind="stable")
-        self.kept[op.index] = _Kept(keys[order], values[torch.from_numpy(order)].clone())
+        self.kept[op.index] = rows
+
+    def rows(self, record: TensorRecord, tensor: Tensor, layout: Layout | None, call: Call | None) -> tuple[Array, Tensor] | None:
+        """The wanted prompts' rows of a float tensor: (sorted keys, copied values); None where it has none to measure."""
+        if layout is None or call is None or record.status != "rows" or not tensor.is_floating_point():
+            return None
+        cut = rows_of(tensor, layout)
+        if cut.columns is not None:  # scores and masks: their columns are not the same in both runs
+            return None
+        keys, at = call.keys(record.batch, record.slots)
+        known = self._cuts.get((id(keys), 0))
+        if known is None:
+            mine = np.isin(split_keys(keys)[0], self.prompts)
+            known = self._cuts[id(keys), 0] = (keys[mine], torch.from_numpy(at[mine]))
+            self._alive.append(keys)
+        return known[0], cut.grid[known[1]].cpu()
 
 
 @dataclass
@@ -69,43 +79,57 @@ class SizeMeter:
     largest: dict[int, tuple[float, int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.partners: dict[int, list[int]] = {}
+        self.partners: dict[int, list[tuple[int, Array]]] = {}
         for found in self.keeper.detail.ops:
-            if found.differs:
-                self.partners.setdefault(found.b, []).append(found.a)
-        self.chosen = {(f.a, f.b): f.keys for f in self.keeper.detail.ops if f.differs}
+            if found.differs and found.a in self.keeper.kept:
+                self.partners.setdefault(found.b, []).append((found.a, found.keys))
+        self._joins: dict[tuple[int, int, int], tuple[Array, Tensor, Tensor]] = {}
+        self._alive: list[Array] = []
 
     def __call__(self, op: OpRecord, record: TensorRecord, tensor: Tensor, layout: Layout | None, call: Call | None) -> None:
         """Measures the op's rows that were compared with an op of a."""
-        for partner in self.partners.get(op.index, ()):
-            kept = self.keeper.kept.get(partner)
-            if kept is None or record.number != op.outputs[0]:
-                continue
-            rows = named_rows_of(call, record, tensor, layout, self.keeper.prompts)
-            if rows is None:
-                continue
-            keys = row_keys(rows[0], rows[1])
-            common, at_a, at_b = np.intersect1d(kept.keys, keys, return_indices=True)
-            in_pair = np.isin(common, self.chosen[partner, op.index])
-            if in_pair.any():
-                self._measure(partner, common[in_pair], kept.values[torch.from_numpy(at_a[in_pair])], rows[2][torch.from_numpy(at_b[in_pair])])
+        partners = self.partners.get(op.index)
+        if partners is None or record.number != op.outputs[0]:
+            return
+        rows = self.keeper.rows(record, tensor, layout, call)
+        if rows is None:
+            return
+        for partner, compared in partners:
+            keys, values = self.keeper.kept[partner]
+            common, at_a, at_b = self._join(keys, rows[0], compared)
+            if len(common):
+                self._measure(partner, common, values[at_a], rows[1][at_b])
+
+    def _join(self, a: Array, b: Array, compared: Array) -> tuple[Array, Tensor, Tensor]:
+        at = (id(a), id(b), id(compared))
+        found = self._joins.get(at)
+        if found is None:
+            common, at_a, at_b = np.intersect1d(a, b, return_indices=True)
+            inside = np.isin(common, compared)
+            found = (common[inside], torch.from_numpy(at_a[inside]), torch.from_numpy(at_b[inside]))
+            self._joins[at] = found
+            self._alive += [a, b, compared]
+        return found
 
     def _measure(self, partner: int, keys: Array, a: Tensor, b: Tensor) -> None:
         if a.shape != b.shape or a.dtype != b.dtype or not a.numel():
             return
         difference = (a.double() - b.double()).abs()
-        difference = torch.where(a.isinf() & (a == b), 0.0, difference)
-        max_abs = difference.nan_to_num(nan=float("inf"), posinf=float("inf")).amax(-1)
-        max_ulp = bits.ulp_distance(a, b).amax(-1)
+        if not bool(difference.isfinite().all()):  # equal infinities are no difference, NaN against a number is
+            same = bits.int_view(a) == bits.int_view(b)
+            difference = torch.where(same, 0.0, difference.nan_to_num(nan=float("inf"), posinf=float("inf")))
+        max_abs = difference.amax(-1).numpy()
+        max_ulp = bits.ulp_distance(a, b).amax(-1).numpy()
         unequal = bits.int_view(a) != bits.int_view(b)
         rows = unequal.any(-1)
-        self._add(partner, keys, max_abs.numpy(), max_ulp.numpy())
-        if rows.any():
+        self._add(partner, keys, max_abs, max_ulp)
+        if bool(rows.any()):
             share = float(unequal[rows].double().mean())
             old = self.largest.get(partner, (0.0, 0, 0.0))
+            where = rows.numpy()
             self.largest[partner] = (
-                max(old[0], float(max_abs[rows].max())),
-                max(old[1], int(max_ulp[rows].max())),
+                max(old[0], float(max_abs[where].max())),
+                max(old[1], int(max_ulp[where].max())),
                 max(old[2], share),
             )
 

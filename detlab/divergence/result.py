@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from detlab.divergence.align import split_keys
 from detlab.divergence.rows import CARRIER, ORIGIN, OpComparison, TraceComparison
-from detlab.trace.records import Array, Trace
+from detlab.trace.records import Array, Trace, split_keys
 
 if TYPE_CHECKING:
     import pandas as pd

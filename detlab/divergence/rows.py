@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from detlab.divergence.align import Aligner, CallPair, pair_calls, row_keys, split_keys
-from detlab.trace.records import Array, OpRecord, TensorRecord, Trace
+from detlab.divergence.align import Aligner, CallPair, pair_calls
+from detlab.trace.records import Array, OpRecord, TensorRecord, Trace, split_keys
 
 IDENTICAL, CARRIER, ORIGIN = 1, 2, 3
 
@@ -61,19 +61,10 @@ class RowComparer:
 
     def __init__(self, a: Trace, b: Trace) -> None:
         self.a, self.b = a, b
-        self._rows: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._diffs: dict[tuple[int, int], tuple[Array, Array] | None] = {}
-
-    def rows(self, side: int, number: int) -> tuple[Array, Array]:
-        """(sorted row keys, digests) of a tensor of trace ``side`` (0: a, 1: b)."""
-        at = (side, number)
-        found = self._rows.get(at)
-        if found is None:
-            prompt, position, digests = (self.a, self.b)[side].rows(number)
-            keys = row_keys(prompt, position)
-            order = np.argsort(keys, kind="stable")
-            found = self._rows[at] = (keys[order], digests[order])
-        return found
+        self._joins: dict[tuple[int, int], tuple[Array, Array | None, Array | None]] = {}
+        self._chosen: dict[tuple[int, int], Array] = {}
+        self._kept: list[Array] = []  # arrays whose id() is a key above must stay alive
 
     def compare(self, a: int, b: int) -> tuple[Array, Array] | None:
         """(common row keys, whether the rows are equal) of two tensors; None where rows cannot be compared."""
@@ -86,12 +77,35 @@ class RowComparer:
         ta, tb = self.a.tensors[a], self.b.tensors[b]
         if ta.status != "rows" or tb.status != "rows" or ta.width != tb.width or ta.dtype != tb.dtype:
             return None
-        keys_a, digests_a = self.rows(0, a)
-        keys_b, digests_b = self.rows(1, b)
-        if len(keys_a) == len(keys_b) and np.array_equal(keys_a, keys_b):
-            return keys_a, digests_a == digests_b
-        keys, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=False, return_indices=True)
+        keys_a, digests_a = self.a.rows(a)
+        keys_b, digests_b = self.b.rows(b)
+        join = (id(keys_a), id(keys_b))
+        found = self._joins.get(join)
+        if found is None:
+            if np.array_equal(keys_a, keys_b):
+                found = (keys_a, None, None)
+            else:
+                found = np.intersect1d(keys_a, keys_b, return_indices=True)
+            self._joins[join] = found
+            self._kept += [keys_a, keys_b, found[0]]
+        keys, at_a, at_b = found
+        if at_a is None or at_b is None:
+            return keys, digests_a == digests_b
         return keys, digests_a[at_a] == digests_b[at_b]
+
+    def chosen(self, keys: Array, pair: CallPair) -> Array:
+        """Which rows belong to a pair of calls; rows of a whole prompt belong where any of its tokens does."""
+        at = (id(keys), id(pair))
+        found = self._chosen.get(at)
+        if found is None:
+            if np.array_equal(keys, pair.keys):
+                found = np.ones(len(keys), bool)
+            else:
+                prompt, position = split_keys(keys)
+                found = np.isin(keys, pair.keys) | ((position == -2) & np.isin(prompt, pair.prompts))
+            self._chosen[at] = found
+            self._kept.append(keys)
+        return found
 
     def whole_equal(self, a: int, b: int) -> bool | None:
         """Whether two tensors without rows are equal; None where their shapes differ."""
@@ -167,7 +181,8 @@ def compare_traces(a: Trace, b: Trace, limits: dict[int, int] | None = None) -> 
     ops_a, ops_b = _computing(a), _computing(b)
     seen_a: set[int] = set()
     seen_b: set[int] = set()
-    for pair in pair_calls(a, b, limits):
+    pairs = pair_calls(a, b, limits)
+    for pair in pairs:
         list_a, list_b = ops_a.get(pair.a, []), ops_b.get(pair.b, [])
         alignment = aligner(list_a, list_b)
         if pair.a not in seen_a:
@@ -201,7 +216,7 @@ def _compare_op(result: TraceComparison, comparer: RowComparer, pair: CallPair, 
             if ta.status == tb.status == "rows":
                 result.incomparable.append((op_a.index, op_b.index, _why(ta, tb)))
             continue
-        chosen = _chosen(found[0], pair)
+        chosen = comparer.chosen(found[0], pair)
         result.rows_compared += int(chosen.sum())
         if keys is None or equal is None:
             keys, equal = found[0][chosen], found[1][chosen]
@@ -219,14 +234,6 @@ def _compare_op(result: TraceComparison, comparer: RowComparer, pair: CallPair, 
         at = int(np.flatnonzero(matched)[0]) if matched.any() else 0
         named = {n: "unknown" if v is None else ("matched" if v[at] else "differs") for n, v in by_input.items()}
     result.ops.append(OpComparison(op_a.index, op_b.index, keys, state, named))
-
-
-def _chosen(keys: Array, pair: CallPair) -> Array:
-    """Which of the rows belong to this pair of calls; rows of a whole prompt belong where any of its tokens does."""
-    if len(keys) == len(pair.keys) and np.array_equal(keys, pair.keys):
-        return np.ones(len(keys), bool)
-    prompt, position = split_keys(keys)
-    return np.isin(keys, pair.keys) | ((position == -2) & np.isin(prompt, pair.prompts))
 
 
 def _why(a: TensorRecord, b: TensorRecord) -> str:

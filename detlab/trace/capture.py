@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from detlab.errors import CaptureError, UsageError
-from detlab.trace import layout as lay
 from detlab.trace.calls import CallContext
-from detlab.trace.layout import Layout
 from detlab.trace.recorder import Observer, Recorder
-from detlab.trace.records import Array, Call, OpRecord, TensorRecord, Trace
+from detlab.trace.records import OpRecord, Trace
 from detlab.trace.store import save_trace
 
 Save = str | Callable[[OpRecord], bool]
@@ -66,18 +63,3 @@ def capture(model: nn.Module, save: Save = "digest", *, observer: Observer | Non
 def _every(op: OpRecord) -> bool:
     return True
 
-
-def named_rows_of(call: Call | None, record: TensorRecord, tensor: Tensor, layout: Layout | None,
-                  wanted: Sequence[int] | None = None) -> tuple[Array, Array, Tensor] | None:  # fmt: skip
-    """Cuts a computed tensor into the rows that have names: (prompt, position, values [num_rows, width]).
-
-    Scores and masks, whose columns differ between runs, and tensors without rows give None. ``wanted`` keeps some prompts.
-    """
-    if call is None or layout is None or record.status != "rows":
-        return None
-    rows = lay.rows_of(tensor, layout)
-    if rows.columns is not None:
-        return None
-    prompt, position = call.row_names(record.batch, record.slots)
-    keep = prompt >= 0 if wanted is None else np.isin(prompt, np.asarray(wanted))
-    return prompt[keep], position[keep], rows.grid[torch.from_numpy(keep)]

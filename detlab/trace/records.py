@@ -16,6 +16,21 @@ from torch import Tensor
 from detlab.trace.layout import Index
 
 Array = np.ndarray
+
+_POSITION_BITS = 32
+
+
+def row_keys(prompt: Array, position: Array) -> Array:
+    """One sortable number per row; the position -2 ("the whole prompt") sorts before every token."""
+    keys: Array = (prompt << _POSITION_BITS) + (position + 2)
+    return keys
+
+
+def split_keys(keys: Array) -> tuple[Array, Array]:
+    """The inverse of `row_keys`: (prompt, position)."""
+    return keys >> _POSITION_BITS, (keys & ((1 << _POSITION_BITS) - 1)) - 2
+
+
 _NO_DIGESTS = np.zeros(0, np.int64)
 
 
@@ -38,6 +53,18 @@ class Call:
     positions: Array
     query: range
     tokens: Array
+    _keys: dict[tuple[Index | None, Index | None], tuple[Array, Array]] = field(default_factory=dict, repr=False)
+
+    def keys(self, batch: Index | None, slots: Index | None) -> tuple[Array, Array]:
+        """The named rows of a tensor: (sorted row keys, where each row stands in the tensor); the same arrays every time."""
+        found = self._keys.get((batch, slots))
+        if found is None:
+            prompt, position = self.row_names(batch, slots)
+            at = np.flatnonzero(prompt >= 0)
+            keys = row_keys(prompt[at], position[at])
+            order = np.argsort(keys, kind="stable")
+            found = self._keys[batch, slots] = (keys[order], at[order])
+        return found
 
     def row_names(self, batch: Index | None, slots: Index | None) -> tuple[Array, Array]:
         """Names the rows of a tensor: (prompt, position), each int64 [len(batch) * len(slots)]; -1 where there is none.
@@ -153,22 +180,22 @@ class Trace:
     saved: dict[int, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def rows(self, number: int) -> tuple[Array, Array, Array]:
-        """Rows of a tensor: (prompt, position, digest), each int64 [num_rows], unnamed rows left out; none without rows."""
+    def rows(self, number: int) -> tuple[Array, Array]:
+        """Rows of a tensor: (sorted row keys, digests), both int64 [num_rows]; unnamed rows are left out, "whole" has none.
+
+        Tensors of one call and layout share the array of keys.
+        """
         record = self.tensors[number]
         if record.status != "rows":
             empty = np.zeros(0, np.int64)
-            return empty, empty, empty
+            return empty, empty
         if record.parts:
             parts = [self.rows(part) for part in record.parts]
-            return (
-                np.concatenate([p[0] for p in parts]),
-                np.concatenate([p[1] for p in parts]),
-                np.concatenate([p[2] for p in parts]),
-            )
-        prompt, position = self.calls[max(0, record.call)].row_names(record.batch, record.slots)
-        named = prompt >= 0
-        return prompt[named], position[named], record.digests[named]
+            keys = np.concatenate([part[0] for part in parts])
+            order = np.argsort(keys, kind="stable")
+            return keys[order], np.concatenate([part[1] for part in parts])[order]
+        keys, at = self.calls[max(0, record.call)].keys(record.batch, record.slots)
+        return keys, record.digests[at]
 
     def ops_of(self, call: int) -> Iterator[OpRecord]:
         """The ops of one call, in order."""

@@ -1,4 +1,4 @@
-"""What detlab shows: figures, one report file, and the panel in the notebook. It sees results, never models."""
+"""What detlab shows: figures, a report, and the notebook's panel. It sees results, never models."""
 
 from detlab.viz.figures import heatmap, overview
 from detlab.viz.report import report_html, write_report

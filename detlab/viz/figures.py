@@ -1,100 +1,29 @@
 """Figures: a comparison in, a plotly figure out; nothing else is read or changed.
 
-Colours are told apart by people with any colour vision (bit-identical is blue, differences run from yellow to dark brown),
-backgrounds are transparent and the lettering is a grey that can be read on white and on black.
+Colours are told apart by people with any colour vision: bit-identical is blue, differences run from yellow to
+dark brown. Backgrounds are transparent, and the lettering is a grey that can be read on white and on black.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from detlab.divergence.align import split_keys
 from detlab.divergence.result import Comparison, Grid
 from detlab.divergence.rows import CARRIER, IDENTICAL, ORIGIN
 from detlab.errors import UsageError
-from detlab.trace.records import Array
-from detlab.viz.words import layer_of, plotly_text, short_module
+from detlab.trace.records import Array, split_keys
+from detlab.viz.arrange import Arrangement, arrange, layer_name
+from detlab.viz.words import distinct, plotly_text
 
 BLUE, GREY, DARK, LETTERS = "#8fb8da", "#6e6e6e", "#1b1b1b", "#7a7a7a"
 #: ColorBrewer's YlOrBr without its palest steps, which would vanish on white.
 SCALE = [[0.0, "#fed976"], [0.25, "#fe9929"], [0.5, "#ec7014"], [0.75, "#b23c03"], [1.0, "#5c1f02"]]
-MAX_CELLS, MAX_COLUMNS, MAX_MARKS = 120_000, 600, 600
+MAX_MARKS = 600
 CONFIG = {"displaylogo": False, "responsive": True, "showTips": False}
-
-
-@dataclass
-class Arrangement:
-    """A grid as it is drawn: ops that share a line, positions that share a column.
-
-    Attributes:
-        labels: one per line, distinct, plain text.
-        members: per line, the rows of the grid that it stands for.
-        positions: per column, its first token position.
-        width: token positions per column.
-        state: uint8 [lines, columns], the worst of the cell's members.
-        max_abs: float64 [lines, columns], the largest of its differing members; NaN where none was measured.
-        notes: what was drawn together, in words.
-    """
-
-    labels: list[str]
-    members: list[list[int]]
-    positions: list[int]
-    width: int
-    state: Array
-    max_abs: Array
-    notes: list[str]
-
-    def member(self, grid: Grid, line: int, column: int) -> tuple[int, int]:
-        """The (row of the grid, token position) that made the cell look as it does: the first of the worst."""
-        columns = slice(column * self.width, (column + 1) * self.width)
-        state = grid.state[self.members[line], columns]
-        size = np.where(np.isnan(grid.max_abs[self.members[line], columns]), -1.0, grid.max_abs[self.members[line], columns])
-        best = np.lexsort((-size.ravel(), -state.astype(int).ravel()))[0]
-        row, at = divmod(int(best), state.shape[1])
-        return self.members[line][row], grid.positions[columns][at]
-
-
-def arrange(grid: Grid, most: int = 400) -> Arrangement:
-    """Decides which ops share a line and which positions share a column.
-
-    Up to ``most`` ops have a line each. Beyond, the ops of one module, or of one layer, share a line, while ops with an
-    origin keep their own as long as that fits.
-    """
-    names = _op_labels(grid)
-    origin = [bool(row) for row in (grid.state == ORIGIN).any(1)] if len(names) else []
-    modules, layers = [short_module(m) for m in grid.modules], [_layer_name(m) for m in grid.modules]
-    levels: list[tuple[Callable[[int], Hashable], str]] = [
-        (lambda i: i, ""),
-        (lambda i: i if origin[i] else ("module", modules[i]), "a line is a module; ops with an origin have their own"),
-        (lambda i: i if origin[i] else ("layer", layers[i]), "a line is a layer; ops with an origin have their own"),
-        (lambda i: ("module", modules[i]), "a line is a module"),
-        (lambda i: ("layer", layers[i]), "a line is a layer"),
-    ]
-    groups: dict[Hashable, list[int]] = {}
-    note = ""
-    for key, note in levels:
-        groups = {}
-        for i in range(len(names)):
-            groups.setdefault(key(i), []).append(i)
-        if len(groups) <= most:
-            break
-    members = list(groups.values())
-    labels = [_line_label(key, rows, names, modules, layers) for key, rows in groups.items()]
-    limit = max(1, min(MAX_COLUMNS, MAX_CELLS // max(1, len(members))))
-    width = -(-len(grid.positions) // limit) or 1
-    state, max_abs = _reduced(grid, members, width)
-    notes = [note] if note else []
-    if width > 1:
-        notes.append(f"a column is {width} tokens")
-    if notes:
-        notes.append("each cell shows its worst")
-    return Arrangement(_distinct(labels), members, grid.positions[::width], width, state, max_abs, notes)
 
 
 def heatmap(comparison: Comparison, prompt: int | str | None = None, *, most: int = 400) -> go.Figure:
@@ -106,9 +35,9 @@ def heatmap(comparison: Comparison, prompt: int | str | None = None, *, most: in
         most: lines to draw; with more ops than that, the ops of a module share a line.
 
     Returns:
-        A figure. Lines are in execution order, top down. Colour is log10 of the largest absolute difference; bit-identical
-        cells, cells that differ by an unknown size, and origins (diamonds) have their own colours; a cell not computed in
-        both runs is empty.
+        A figure. Lines are in execution order, top down. Colour is log10 of the largest absolute difference;
+        bit-identical cells and cells that differ by an unknown size have their own colours, origins carry a
+        diamond, and a cell not computed in both runs is empty.
 
     Raises:
         UsageError: there is no such prompt, or ``most`` is below 1.
@@ -133,16 +62,21 @@ def prompt_number(comparison: Comparison, prompt: int | str | None) -> int:
     if isinstance(prompt, int) and not isinstance(prompt, bool) and 0 <= prompt < len(ids):
         return prompt
     known = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-    raise UsageError(f"there is no prompt {prompt!r}; give a number from 0 to {len(ids) - 1}, or one of: {known}.")
+    raise UsageError(
+        f"there is no prompt {prompt!r}; give a number from 0 to {len(ids) - 1}, or one of: {known}."
+    )
 
 
 def draw(comparison: Comparison, grid: Grid, plan: Arrangement) -> go.Figure:
     """Draws a grid that has been arranged."""
     figure = go.Figure()
-    prompt_id = comparison.prompt_ids[grid.prompt] if grid.prompt < len(comparison.prompt_ids) else str(grid.prompt)
-    title = (
-        f"Prompt {plotly_text(prompt_id, 40)}: {plotly_text(comparison.label_a, 60)} against {plotly_text(comparison.label_b, 60)}"
+    ids = comparison.prompt_ids
+    names = (
+        ids[grid.prompt] if grid.prompt < len(ids) else grid.prompt,
+        comparison.label_a,
+        comparison.label_b,
     )
+    title = "Prompt {}: {} against {}".format(*(plotly_text(name, 60) for name in names))
     if plan.notes:
         title += f"<br><sub>{plotly_text('; '.join(plan.notes), 200)}</sub>"
     num_lines = len(plan.labels)
@@ -150,7 +84,7 @@ def draw(comparison: Comparison, grid: Grid, plan: Arrangement) -> go.Figure:
     if not plan.state.any():
         _say(figure, "no row of this prompt was computed in both runs")
         return figure
-    labels = [plotly_text(label) for label in plan.labels]
+    labels = distinct([plotly_text(label) for label in plan.labels])
     _cells(figure, plan, labels)
     _marks(figure, plan, labels)
     figure.update_layout(
@@ -158,14 +92,25 @@ def draw(comparison: Comparison, grid: Grid, plan: Arrangement) -> go.Figure:
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0, "itemsizing": "constant"},
         margin={"t": 100 if plan.notes else 80},
     )
-    few = len(plan.positions) <= 40 and plan.width == 1
+    edge = plan.width / 2
     figure.update_xaxes(
-        title_text="token position", showgrid=False, zeroline=False, ticks="outside", **({"dtick": 1 if len(plan.positions) <= 20 else 5} if few else {})
+        range=[plan.positions[0] - edge, plan.positions[-1] + edge],
+        title_text="token position",
+        showgrid=False,
+        zeroline=False,
+        ticks="outside",
+        **({"dtick": 1} if len(plan.positions) <= 20 and plan.width == 1 else {}),
     )
     figure.update_yaxes(
-        type="category", categoryorder="array", categoryarray=labels, range=[num_lines - 0.5, -0.5], showgrid=False,
-        automargin=True, tickfont={"size": 11 if num_lines <= 60 else 10}, title_text="",
-    )  # fmt: skip
+        type="category",
+        categoryorder="array",
+        categoryarray=labels,
+        range=[num_lines - 0.5, -0.5],
+        showgrid=False,
+        automargin=True,
+        tickfont={"size": 11 if num_lines <= 60 else 10},
+        title_text="",
+    )
     return figure
 
 
@@ -174,50 +119,89 @@ def _cells(figure: go.Figure, plan: Arrangement, labels: list[str]) -> None:
     size = plan.max_abs
     known = ~np.isnan(size)
     x = plan.positions
-    where = "%{y}<br>position %{x}" if plan.width == 1 else f"%{{y}}<br>positions from %{{x}}, {plan.width} together"
+    where = (
+        "%{y}<br>position %{x}"
+        if plan.width == 1
+        else f"%{{y}}<br>positions from %{{x}}, {plan.width} together"
+    )
 
     def add(mask: Array, colour: str, name: str, words: str) -> None:
         if mask.any():
             figure.add_heatmap(
-                x=x, y=labels, z=np.where(mask, 1, np.nan).astype(np.float32), colorscale=[[0, colour], [1, colour]],
-                showscale=False, name=name, showlegend=False, hoverongaps=False, xgap=0, ygap=0,
+                x=x,
+                y=labels,
+                z=np.where(mask, 1, np.nan).astype(np.float32),
+                colorscale=[[0, colour], [1, colour]],
+                showscale=False,
+                name=name,
+                showlegend=False,
+                hoverongaps=False,
+                xgap=0,
+                ygap=0,
                 hovertemplate=f"{where}<br>{words}<extra></extra>",
-            )  # fmt: skip
-            figure.add_scatter(
-                x=[None], y=[None], mode="markers", name=name, marker={"color": colour, "symbol": "square", "size": 11},
+            )
+            figure.add_scatter(  # a heatmap's own legend entry would be a gradient
+                x=[None],
+                y=[None],
+                mode="markers",
+                name=name,
+                marker={"color": colour, "symbol": "square", "size": 11},
                 hoverinfo="skip",
-            )  # fmt: skip
+                showlegend=all(not (t.type == "scatter" and t.name == name) for t in figure.data),
+            )
 
     add(plan.state == IDENTICAL, BLUE, "bit-identical", "bit-identical")
-    for state, words in ((CARRIER, "differs (carrier)"), (ORIGIN, "differs (origin)")):
+    for state, words in (
+        (CARRIER, "carrier: an input already differed"),
+        (ORIGIN, "origin: its inputs matched"),
+    ):
         mask = (plan.state == state) & ~known
-        add(mask, GREY, f"{words}, size not measured", f"{words}<br>size not measured")
+        add(mask, GREY, "differs, size not measured", f"{words}<br>size not measured")
     measured = (plan.state > IDENTICAL) & known
+    with np.errstate(over="ignore"):  # beyond float32 a size is shown as infinite
+        shown = np.where(measured, size, np.nan).astype(np.float32)
     if not measured.any():
         return
     low, high, logs = _logs(size, measured)
     ticks = list(range(low, high + 1, max(1, (high - low) // 8)))
     figure.update_layout(
         coloraxis={
-            "colorscale": SCALE, "cmin": low, "cmax": high,
+            "colorscale": SCALE,
+            "cmin": low,
+            "cmax": high,
             "colorbar": {
-                "title": {"text": "largest<br>|a − b|"}, "tickvals": ticks, "ticktext": [f"1e{t}" for t in ticks],
-                "len": min(1.0, 320 / figure.layout.height), "thickness": 14, "outlinewidth": 0, "y": 1, "yanchor": "top",
+                "title": {"text": "largest<br>|a − b|"},
+                "tickvals": ticks,
+                "ticktext": [f"1e{t}" for t in ticks],
+                "len": min(1.0, 320 / figure.layout.height),
+                "thickness": 14,
+                "outlinewidth": 0,
+                "y": 1,
+                "yanchor": "top",
             },
         }
-    )  # fmt: skip
-    for state, words in ((CARRIER, "differs (carrier: an input already differed)"), (ORIGIN, "differs (origin: its inputs matched)")):
+    )
+    for state, words in (
+        (CARRIER, "carrier: an input already differed"),
+        (ORIGIN, "origin: its inputs matched"),
+    ):
         mask = measured & (plan.state == state)
         if mask.any():
             figure.add_heatmap(
-                x=x, y=labels, z=np.where(mask, logs, np.nan).astype(np.float32), coloraxis="coloraxis",
-                customdata=np.where(mask, size, np.nan).astype(np.float32), name=words, showlegend=False, hoverongaps=False,
+                x=x,
+                y=labels,
+                z=np.where(mask, logs, np.nan).astype(np.float32),
+                coloraxis="coloraxis",
+                customdata=np.where(mask, shown, np.nan),
+                name=words,
+                showlegend=False,
+                hoverongaps=False,
                 hovertemplate=f"{where}<br>{words}<br>largest |a − b| %{{customdata:.3g}}<extra></extra>",
-            )  # fmt: skip
+            )
 
 
 def _logs(size: Array, measured: Array) -> tuple[int, int, Array]:
-    """Bounds of the colour scale in whole decades, and log10 of the sizes cut to it (0 and infinity have no logarithm)."""
+    """Bounds of the colour scale in whole decades, and log10 of the sizes cut to it (0 has no logarithm)."""
     ordinary = size[measured & np.isfinite(size) & (size > 0)]
     if not len(ordinary):
         return -1, 0, np.where(size > 0, 0.0, -1.0)
@@ -240,17 +224,21 @@ def _marks(figure: go.Figure, plan: Arrangement, labels: list[str]) -> None:
     sizes = plan.max_abs[lines, columns]
     text = ["size not measured" if np.isnan(s) else f"largest |a − b| {s:.3g}" for s in sizes]
     figure.add_scatter(
-        x=[plan.positions[c] for c in columns], y=[labels[line] for line in lines], mode="markers", name=name, text=text,
+        x=[plan.positions[c] for c in columns],
+        y=[labels[line] for line in lines],
+        mode="markers",
+        name=name,
+        text=text,
         marker={"symbol": "diamond", "size": 7, "color": DARK, "line": {"color": "#ffffff", "width": 1.2}},
-        hovertemplate="%{y}<br>position %{x}<br>origin: inputs matched, output differs<br>%{text}<extra></extra>",
-    )  # fmt: skip
+        hovertemplate="%{y}<br>position %{x}<br>origin: its inputs matched<br>%{text}<extra></extra>",
+    )
 
 
 def overview(comparison: Comparison) -> go.Figure:
     """Draws how a difference spreads and grows through the layers.
 
-    Left: the share of rows that differ in each layer, over all prompts. Right: the largest absolute difference in each
-    layer at the token where the runs part (logarithmic).
+    Left: the share of rows that differ in each layer, over all prompts. Right: the largest absolute
+    difference in each layer at the token where the runs part (logarithmic).
     """
     shares = _shares(comparison)
     position, sizes = _growth(comparison)
@@ -261,22 +249,42 @@ def overview(comparison: Comparison) -> go.Figure:
     _style(figure, "", height=300)
     names = [plotly_text(name, 24) for name in shares]
     figure.add_bar(
-        x=names, y=[bad / total for bad, total in shares.values()], marker_color=SCALE[2][1], showlegend=False,
+        x=names,
+        y=[bad / total for bad, total in shares.values()],
+        marker_color=SCALE[2][1],
+        showlegend=False,
         customdata=[[bad, total] for bad, total in shares.values()],
-        hovertemplate="%{x}<br>%{customdata[0]} of %{customdata[1]} rows differ (%{y:.1%})<extra></extra>", row=1, col=1,
-    )  # fmt: skip
+        hovertemplate="%{x}<br>%{customdata[0]} of %{customdata[1]} rows differ (%{y:.1%})<extra></extra>",
+        row=1,
+        col=1,
+    )
     figure.update_yaxes(range=[0, 1.02], tickformat=".0%", row=1, col=1)
     if sizes:
         figure.add_scatter(
-            x=[plotly_text(name, 24) for name in sizes], y=list(sizes.values()), mode="lines+markers", showlegend=False,
-            marker_color=SCALE[3][1], hovertemplate="%{x}<br>largest |a − b| %{y:.3g}<extra></extra>", row=1, col=2,
-        )  # fmt: skip
+            x=[plotly_text(name, 24) for name in sizes],
+            y=list(sizes.values()),
+            mode="lines+markers",
+            showlegend=False,
+            marker_color=SCALE[3][1],
+            hovertemplate="%{x}<br>largest |a − b| %{y:.3g}<extra></extra>",
+            row=1,
+            col=2,
+        )
         figure.update_xaxes(categoryorder="array", categoryarray=names, row=1, col=2)
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1 if _decades(sizes) <= 6 else 2, row=1, col=2)
+    figure.update_yaxes(
+        type="log", exponentformat="power", dtick=1 if _decades(sizes) <= 6 else 2, row=1, col=2
+    )
     if not sizes:
         words = "nothing differs" if comparison.first is None else "sizes were not measured"
         figure.add_annotation(text=words, showarrow=False, x=0.5, y=0.5, xref="x2 domain", yref="y2 domain")
-    figure.update_xaxes(type="category", showgrid=False, tickangle=-45, title_text="layer, in execution order")
+    figure.update_xaxes(
+        type="category",
+        showgrid=False,
+        tickangle=-45,
+        tickfont={"size": 11},
+        automargin=True,
+        title_text="layer, in execution order",
+    )
     figure.update_yaxes(gridcolor="rgba(128,128,128,0.25)", zeroline=False)
     return figure
 
@@ -290,7 +298,7 @@ def _shares(comparison: Comparison) -> dict[str, tuple[int, int]]:
     """Layer -> (rows that differ, rows compared), in execution order."""
     counts: dict[str, list[int]] = {}
     for found in comparison.detail.ops:
-        entry = counts.setdefault(_layer_name(comparison.trace.ops[found.a].module), [0, 0])
+        entry = counts.setdefault(layer_name(comparison.trace.ops[found.a].module), [0, 0])
         entry[0] += int((found.state > IDENTICAL).sum())
         entry[1] += len(found.state)
     return {name: (bad, total) for name, (bad, total) in counts.items()}
@@ -311,51 +319,9 @@ def _growth(comparison: Comparison) -> tuple[int | None, dict[str, float]]:
         mine = (prompts == first.prompt) & ((positions == position) | (position < 0))
         values = measured[1][mine & np.isfinite(measured[1]) & (measured[1] > 0)]
         if len(values):
-            name = _layer_name(comparison.trace.ops[found.a].module)
+            name = layer_name(comparison.trace.ops[found.a].module)
             sizes[name] = max(sizes.get(name, 0.0), float(values.max()))
     return (position if position >= 0 else None), sizes
-
-
-# ------------------------------------------------------------------------------------------------------- arrangement
-def _op_labels(grid: Grid) -> list[str]:
-    return _distinct([f"{short_module(module)} · {op}" for module, op in zip(grid.modules, grid.ops, strict=True)])
-
-
-def _distinct(labels: list[str]) -> list[str]:
-    """Numbers the second and later uses of a label: a category axis would draw them as one line."""
-    seen: dict[str, int] = {}
-    result = []
-    for label in labels:
-        seen[label] = seen.get(label, 0) + 1
-        result.append(label if seen[label] == 1 else f"{label} #{seen[label]}")
-    return result
-
-
-def _layer_name(module: str) -> str:
-    layer = layer_of(module)
-    return (module or "(model)") if layer is None else str(layer)
-
-
-def _line_label(key: Hashable, rows: list[int], names: list[str], modules: list[str], layers: list[str]) -> str:
-    if len(rows) == 1:
-        return names[rows[0]]
-    if isinstance(key, tuple) and key[0] == "layer":
-        layer = layers[rows[0]]
-        return f"{f'layer {layer}' if layer.isdigit() else layer} · {len(rows)} ops"
-    return f"{modules[rows[0]]} · {len(rows)} ops"
-
-
-def _reduced(grid: Grid, members: list[list[int]], width: int) -> tuple[Array, Array]:
-    """The worst state and the largest size of each drawn cell."""
-    state, size = grid.state, np.where(grid.state > IDENTICAL, grid.max_abs, np.nan)
-    if not members or not len(grid.positions):
-        return np.zeros((len(members), 0), np.uint8), np.zeros((len(members), 0))
-    order = [row for rows in members for row in rows]
-    starts = np.cumsum([0, *(len(rows) for rows in members[:-1])])
-    columns = np.arange(0, len(grid.positions), width)
-    state = np.maximum.reduceat(np.maximum.reduceat(state[order], starts, 0), columns, 1)
-    size = np.fmax.reduceat(np.fmax.reduceat(size[order], starts, 0), columns, 1)
-    return state, size
 
 
 def _style(figure: go.Figure, title: str, height: int) -> None:
@@ -364,7 +330,12 @@ def _style(figure: go.Figure, title: str, height: int) -> None:
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(128,128,128,0.10)",
         "font": {"color": LETTERS, "size": 12},
-        "hoverlabel": {"bgcolor": "#2b2b2b", "bordercolor": "#2b2b2b", "font": {"color": "#ffffff"}, "align": "left"},
+        "hoverlabel": {
+            "bgcolor": "#2b2b2b",
+            "bordercolor": "#2b2b2b",
+            "font": {"color": "#ffffff"},
+            "align": "left",
+        },
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": LETTERS, "activecolor": SCALE[2][1]},
         "margin": {"l": 60, "r": 20, "t": 50, "b": 60},
         "height": height,
@@ -376,6 +347,8 @@ def _style(figure: go.Figure, title: str, height: int) -> None:
 
 
 def _say(figure: go.Figure, words: str) -> None:
-    figure.add_annotation(text=words, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font={"size": 14})
+    figure.add_annotation(
+        text=words, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font={"size": 14}
+    )
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)

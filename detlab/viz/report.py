@@ -1,7 +1,7 @@
 """One HTML file that shows an investigation to somebody who has neither detlab nor a network.
 
-Everything the page needs is in it. Its content security policy lets the page load nothing and run only the scripts written
-here, which it names by their SHA-256, so a prompt that looks like a script stays a prompt.
+Everything the page needs is in it. Its content security policy lets the page load nothing and run only the
+scripts written here, named by their SHA-256, so a prompt that looks like a script stays a prompt.
 """
 
 from __future__ import annotations
@@ -22,38 +22,13 @@ from detlab.divergence.result import Comparison
 from detlab.environment import Environment
 from detlab.errors import UsageError
 from detlab.viz.figures import CONFIG, heatmap, overview
-from detlab.viz.words import escape, first_in_words, number, ulps, verdict_words
+from detlab.viz.words import escape, first_in_words, number, plural, style, ulps, verdict_words
 
 if TYPE_CHECKING:
     from detlab.investigate import Investigation
 
 MAX_ROWS = 50  # of a table; what is left out is counted
 
-_CSS = """
-:root { color-scheme: light dark; --back: #ffffff; --text: #1f2328; --soft: #57606a; --line: #d0d7de; --panel: #f6f8fa;
-  --identical: #0a5c99; --diverged: #a33b00; --control-flow: #6f42a6; --other: #57606a; }
-@media (prefers-color-scheme: dark) { :root { --back: #15181c; --text: #e6e8ea; --soft: #a3abb4; --line: #3a4149;
-  --panel: #1e2329; --identical: #7cc0f2; --diverged: #ff9a57; --control-flow: #c4a5f0; --other: #a3abb4; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: 24px; background: var(--back); color: var(--text);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.3rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2.2em 0 .5em; }
-p { max-width: 75ch; margin: .5em 0; } .soft { color: var(--soft); }
-.verdict { border-left: 6px solid; padding: .2em 0 .2em 16px; margin: 1em 0; }
-.verdict strong { display: block; font-size: 2rem; line-height: 1.3; }
-.identical { color: var(--identical); } .diverged { color: var(--diverged); } .control-flow { color: var(--control-flow); }
-.other { color: var(--other); } .verdict span { color: var(--text); }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .88rem; } caption { text-align: left; color: var(--soft); padding: 4px 0; }
-th, td { border-bottom: 1px solid var(--line); padding: 4px 12px 4px 0; text-align: left; vertical-align: top;
-  overflow-wrap: anywhere; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-pre { background: var(--panel); padding: 12px; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
-td pre { margin: 0; padding: 6px; max-width: 60ch; }
-code, pre { font-family: ui-monospace, monospace; font-size: .88rem; }
-.js-plotly-plot svg text { fill: var(--text) !important; }
-.js-plotly-plot .hoverlayer text { fill: #ffffff !important; }
-"""
 
 _DRAW = """
 document.querySelectorAll("script[data-figure]").forEach(function (source) {
@@ -65,7 +40,7 @@ document.querySelectorAll("script[data-figure]").forEach(function (source) {
 
 
 def write_report(investigation: Investigation, path: str | os.PathLike[str]) -> Path:
-    """Writes a stand-alone HTML report. It opens offline, asks no other host for anything, and follows the reader's theme.
+    """Writes a stand-alone HTML report, whole or not at all. It opens offline and follows the reader's theme.
 
     Args:
         investigation: what `investigate` returned.
@@ -75,20 +50,26 @@ def write_report(investigation: Investigation, path: str | os.PathLike[str]) -> 
         The path written.
 
     Raises:
-        UsageError: the folder is missing, the path is a folder, or the file cannot be written; nothing is left behind.
+        UsageError: the folder is missing, the path is a folder, or the file cannot be written.
     """
     target = Path(path).expanduser()
     if target.is_dir():
-        raise UsageError(f"write_report needs a file; {target} is a folder. Give a name, such as {target / 'report.html'}.")
+        raise UsageError(
+            f"write_report needs a file; {target} is a folder. Give a name, such as {target / 'report.html'}."
+        )
     if not target.parent.is_dir():
-        raise UsageError(f"write_report cannot write {target}: the folder {target.parent} does not exist. Make it first.")
+        raise UsageError(
+            f"write_report cannot write {target}: the folder {target.parent} does not exist. Make it first."
+        )
     text = report_html(investigation)
     fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         fresh.write_text(text, encoding="utf-8")
         os.replace(fresh, target)
     except OSError as error:
-        raise UsageError(f"write_report cannot write {target}: {error.strerror}. Nothing was written.") from error
+        raise UsageError(
+            f"write_report cannot write {target}: {error.strerror}. Nothing was written."
+        ) from error
     finally:
         fresh.unlink(missing_ok=True)
     return target
@@ -102,7 +83,7 @@ def report_html(investigation: Investigation) -> str:
     body = [
         "<header><h1>Where do two runs part?</h1></header><main>",
         _question(investigation),
-        f'<div class="verdict {verdict.css}"><strong>{escape(verdict.sign)} {escape(verdict.headline)}</strong>'
+        f'<div class="verdict {verdict.css}"><strong>{escape(verdict.sign + " " + verdict.headline)}</strong>'
         f"<span>{escape(verdict.sentence)}</span></div>",
         "<h2>First divergence</h2>",
         f"<p>{escape(first_in_words(comparison))}</p>",
@@ -111,7 +92,8 @@ def report_html(investigation: Investigation) -> str:
         "<h2>Layer by layer</h2>",
         _place("overview", "Share of differing rows, and growth of the difference, layer by layer"),
         "<h2>Op by op</h2>",
-        "<p>Lines are ops in execution order, columns are token positions. Blue is bit-identical; a diamond is an origin.</p>",
+        "<p>Lines are ops in execution order, columns token positions. Blue is bit-identical; a diamond is "
+        "an origin: an op whose inputs matched and whose output differs.</p>",
         _place("heatmap", "Heatmap of ops against token positions; the tables below hold the same facts"),
         "<h2>Origins</h2>",
         _origins(comparison),
@@ -138,7 +120,7 @@ def report_html(investigation: Investigation) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<link rel="icon" href="data:,">',  # or the browser would ask the server for one
-            f"<title>{escape(title)}</title><style>{_CSS}</style></head><body>",
+            f"<title>{escape(title)}</title><style>{style('report.css')}</style></head><body>",
             *body,
             *data,
             *(f"<script>{script}</script>" for script in scripts),
@@ -150,31 +132,47 @@ def report_html(investigation: Investigation) -> str:
 def _policy(scripts: Iterable[str]) -> str:
     """Nothing may be loaded; these scripts may run, and no other."""
     hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        for script in scripts
     )
-    return f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {hashes}; base-uri 'none'; form-action 'none'"
+    rest = "img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {hashes}; {rest}"
 
 
 def _json(figure: go.Figure) -> str:
     """A figure as JSON that cannot end the script element it stands in."""
-    return str(figure.to_json()).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return (
+        str(figure.to_json())
+        .replace("<", "\\u003c")
+        .replace("\u2028", "\\u2028")
+        .replace("\u2029", "\\u2029")
+    )
 
 
 def _place(name: str, words: str) -> str:
+    config = escape(json.dumps(CONFIG))
     return (
-        f'<div id="{name}" role="img" aria-label="{escape(words)}" data-config="{escape(json.dumps(CONFIG))}"></div>'
+        f'<div id="{name}" role="img" aria-label="{escape(words)}" data-config="{config}"></div>'
         "<noscript><p>The figure needs scripts; the tables hold the same facts.</p></noscript>"
     )
 
 
-def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+def _table(
+    caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()
+) -> str:
     """A table of plain text, escaped here; ``numbers`` are the columns set flush right."""
     lines = "".join(
-        "<tr>" + "".join(f'<td class="n">{escape(c)}</td>' if i in numbers else f"<td>{escape(c)}</td>" for i, c in enumerate(row)) + "</tr>"
+        "<tr>"
+        + "".join(
+            f'<td class="n">{escape(c)}</td>' if i in numbers else f"<td>{escape(c)}</td>"
+            for i, c in enumerate(row)
+        )
+        + "</tr>"
         for row in rows
     )
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    return f'<div class="wide"><table><caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+    content = f"<caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{lines}</tbody>"
+    return f'<div class="wide"><table>{content}</table></div>'
 
 
 def _list(items: Iterable[str]) -> str:
@@ -187,9 +185,11 @@ def _question(investigation: Investigation) -> str:
     named = ", ".join(ids[:6]) + (f" and {len(ids) - 6} more" if len(ids) > 6 else "")
     steps = investigation.a.num_steps
     return (
-        f"<p>The same model answered the same {len(ids)} prompt{'' if len(ids) == 1 else 's'} ({escape(named)}) twice, "
-        f"decoding {steps} token{'' if steps == 1 else 's'} each, on one machine.</p>"
-        + _table("The two conditions", ("run", "condition"), (("a", comparison.label_a), ("b", comparison.label_b)))
+        f"<p>One model answered the same {plural(len(ids), 'prompt')} ({escape(named)}) twice, "
+        f"decoding {plural(steps, 'token')} each.</p>"
+        + _table(
+            "The two conditions", ("run", "condition"), (("a", comparison.label_a), ("b", comparison.label_b))
+        )
     )
 
 
@@ -199,10 +199,16 @@ def _controls(comparison: Comparison) -> str:
         "a_repeated": "condition a, executed twice, gives the same bits",
         "b_repeated": "condition b, executed twice, gives the same bits",
     }
-    rows = [(meaning.get(name, name.replace("_", " ")), words[held]) for name, held in comparison.controls.items()]
+    rows = [
+        (meaning.get(name, name.replace("_", " ")), words[held]) for name, held in comparison.controls.items()
+    ]
     if not rows:
         return "<p>No control was run.</p>"
-    return _table("Experiments whose answer is known; one that fails would void the verdict", ("control", "result"), rows)
+    return _table(
+        "Experiments whose answer is known; one that fails would void the verdict",
+        ("control", "result"),
+        rows,
+    )
 
 
 def _origins(comparison: Comparison) -> str:
@@ -211,18 +217,35 @@ def _origins(comparison: Comparison) -> str:
     shown = comparison.origins[:MAX_ROWS]
     rows = [
         (
-            d.module or "(model)", d.op, d.phase, d.prompt_id, str(d.position) if d.position >= 0 else "whole prompt",
-            f"{d.num_rows:,}", number(d.max_abs), ulps(d.max_ulp), "" if d.share is None else f"{d.share:.1%}",
+            d.module or "(model)",
+            d.op,
+            d.phase,
+            d.prompt_id,
+            str(d.position) if d.position >= 0 else "whole prompt",
+            f"{d.num_rows:,}",
+            number(d.max_abs),
+            ulps(d.max_ulp),
+            "" if d.share is None else f"{d.share:.1%}",
         )
         for d in shown
-    ]  # fmt: skip
+    ]
     more = len(comparison.origins) - len(shown)
     tail = f"<p>{more:,} more origins are not listed.</p>" if more else ""
     caption = (
         f"{len(comparison.origins):,} ops and calls made a difference from matching inputs; "
         f"{len(comparison.carriers):,} passed one on and are not listed"
     )
-    head = ("module", "op", "phase", "prompt", "first position", "rows", "largest |a − b|", "largest ULP", "share of elements")
+    head = (
+        "module",
+        "op",
+        "phase",
+        "prompt",
+        "first position",
+        "rows",
+        "largest |a − b|",
+        "largest ULP",
+        "share of elements",
+    )
     return _table(caption, head, rows, numbers=(4, 5, 6, 7, 8)) + tail
 
 
@@ -236,11 +259,15 @@ def _texts(investigation: Investigation) -> str:
         return "<p>Decoding freely, both runs chose the same tokens for every prompt.</p>"
     rows = [
         (
-            flip.prompt_id, str(flip.step), str(flip.a_token), str(flip.b_token),
-            texts_a[flip.prompt] if texts_a else "no tokenizer", texts_b[flip.prompt] if texts_b else "no tokenizer",
+            flip.prompt_id,
+            str(flip.step),
+            str(flip.a_token),
+            str(flip.b_token),
+            texts_a[flip.prompt] if texts_a else "no tokenizer",
+            texts_b[flip.prompt] if texts_b else "no tokenizer",
         )
         for flip in flips[:MAX_ROWS]
-    ]  # fmt: skip
+    ]
     more = len(flips) - len(rows)
     tail = f"<p>{more:,} more prompts part and are not listed.</p>" if more else ""
     caption = f"{len(flips):,} of {len(comparison.prompt_ids):,} prompts got another token, decoding freely"
@@ -250,27 +277,39 @@ def _texts(investigation: Investigation) -> str:
 
 def _limits(comparison: Comparison) -> list[str]:
     """What the reader does not see here, in words."""
-    items = [f"{comparison.rows_compared:,} rows were compared. Padding and batch mates are not part of the question and were not."]
+    items = [
+        f"{comparison.rows_compared:,} rows were compared; padding and batch mates, which are not part of "
+        "the question, were not."
+    ]
     if len(comparison.prompt_ids) > 1:
         items.append(f"The heatmap shows one of {len(comparison.prompt_ids)} prompts.")
     if comparison.sizes:
-        items.append("Sizes were measured for that prompt; elsewhere a difference is known and its size is not.")
+        items.append(
+            "Sizes were measured for that prompt; elsewhere a difference is known and its size is not."
+        )
     if comparison.teacher_forced:
-        items.append("The texts part, so for the comparison of ops run b was fed the tokens of run a (teacher forcing).")
+        items.append(
+            "The texts part, so run b was fed the tokens of run a while ops were compared (teacher forcing)."
+        )
     if any(comparison.num_nan):
         items.append(f"Logits that are NaN: {comparison.num_nan[0]:,} in a, {comparison.num_nan[1]:,} in b.")
     return items + list(comparison.notes)
 
 
 def _environment(investigation: Investigation) -> str:
-    record = investigation.environment
     a, b = investigation.a.environment, investigation.b.environment
-    words = ""
-    if a.fingerprint() != b.fingerprint():
-        words = "<p><strong>The runs were made in two environments.</strong> This one is a's; b's follows.</p>"
-    tables = [record] if not words else [a, b]
-    return words + "".join(f'<div class="wide">{_environment_table(table)}</div>' for table in tables)
+    if a.fingerprint() == b.fingerprint():
+        return _environment_table("both runs", investigation.environment)
+    warning = "<p><strong>The runs were made in two environments.</strong></p>"
+    return warning + _environment_table("run a", a) + _environment_table("run b", b)
 
 
-def _environment_table(record: Environment) -> str:
-    return record._repr_html_()
+def _environment_table(name: str, record: Environment) -> str:
+    """The record, folded: its first line names what matters most."""
+    words = (
+        record.cpu.get("model"),
+        f"torch {record.versions.get('torch')}",
+        f"fingerprint {record.fingerprint()}",
+    )
+    summary = f"{escape(name)}: {escape(', '.join(map(str, words)))}"
+    return f'<details><summary>{summary}</summary><div class="wide">{record._repr_html_()}</div></details>'

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from detlab.divergence.align import split_keys
 from detlab.divergence.result import Comparison, Divergence
 from detlab.divergence.rows import CARRIER, IDENTICAL, ORIGIN, OpComparison
+from detlab.trace.records import split_keys
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _NAN_ULP = 1 << 62  # what the ULP distance says where one side is NaN
@@ -42,7 +44,10 @@ _VERDICTS = {
         "≠", "Diverged", "At least one row that both runs computed has other bits.", "diverged"
     ),
     "control_flow": Verdict(
-        "⑂", "Control flow", "The runs took different code paths before their bits could be compared.", "control-flow"
+        "⑂",
+        "Control flow",
+        "The runs took different code paths before their bits could be compared.",
+        "control-flow",
     ),
 }
 
@@ -64,6 +69,11 @@ def plotly_text(text: object, most: int = 80) -> str:
     return html.escape(short, quote=False).replace("%{", "%&#123;")
 
 
+def style(name: str) -> str:
+    """The text of a style sheet that stands beside this module."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
 def layer_of(module: str) -> int | None:
     """The first number among a module's dotted names: the layer; None outside the layers."""
     found = _LAYER.search(module)
@@ -79,7 +89,26 @@ def short_module(module: str) -> str:
     found = _LAYER.search(module)
     if found is None:
         return module or "(model)"
-    return f"{found[1]}/{module[found.end():] or '(layer)'}"
+    return f"{found[1]}/{module[found.end() :] or '(layer)'}"
+
+
+def op_labels(modules: Sequence[str], ops: Sequence[str]) -> list[str]:
+    """Short, distinct names of ops, in the order given."""
+    return distinct([f"{short_module(module)} · {op}" for module, op in zip(modules, ops, strict=True)])
+
+
+def distinct(labels: Sequence[str]) -> list[str]:
+    """Numbers the second and later uses of a label: an axis of categories would draw them as one line.
+
+    >>> distinct(["mm", "add", "mm"])
+    ['mm', 'add', 'mm #2']
+    """
+    seen: dict[str, int] = {}
+    result = []
+    for label in labels:
+        seen[label] = seen.get(label, 0) + 1
+        result.append(label if seen[label] == 1 else f"{label} #{seen[label]}")
+    return result
 
 
 def number(value: float | None) -> str:
@@ -94,6 +123,11 @@ def ulps(count: int | None) -> str:
     if count is None:
         return "not measured"
     return "NaN on one side" if count >= _NAN_ULP else f"{count:,} ULP"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def ordinal(count: int) -> str:
@@ -112,12 +146,12 @@ def first_in_words(comparison: Comparison) -> str:
         return f"All {comparison.rows_compared:,} rows compared are bitwise equal: nothing to point at."
     if first.inputs_matched:
         why = (
-            "Every row of the inputs it saw is bitwise equal in both runs, and its output is not: this op itself "
-            "computed other bits."
+            "Every row of the inputs it saw is bitwise equal in both runs, and its output is not: this op "
+            "itself computed other bits."
         )
     elif comparison.verdict == "control_flow":
         why = (
-            "Its input was made by another op in each run, so the runs took different code paths before this point."
+            "Its input was made by another op in each run: they took different code paths before this point."
         )
     else:
         why = "An input already differed, and what made it could not be compared itself."
@@ -132,7 +166,7 @@ class Cell:
         step: 0 for prefill, then one per decoded token; -1 where the op was not computed in both runs.
         state: 0 not computed in both, 1 identical, 2 carrier, 3 origin.
         max_abs, max_ulp: over this row; None where not measured.
-        entry: the op's entry in the comparison (its inputs, share and row count); None where it does not differ.
+        entry: the op's entry in the comparison (its inputs, share and row count); None where nothing differs.
     """
 
     module: str
@@ -192,7 +226,16 @@ class Cells:
         trace = self.comparison.trace
         step = trace.calls[trace.ops[found.a].call].step
         return Cell(
-            module, op, occurrence, prompt_id, position, step, state, max_abs, max_ulp, self._entries.get(found.a)
+            module,
+            op,
+            occurrence,
+            prompt_id,
+            position,
+            step,
+            state,
+            max_abs,
+            max_ulp,
+            self._entries.get(found.a),
         )
 
 
@@ -206,7 +249,10 @@ def cell_rows(cell: Cell) -> list[tuple[str, str]]:
     ]
     if cell.state <= IDENTICAL:
         return rows
-    rows += [("inputs", _inputs(cell)), ("largest difference here", f"{number(cell.max_abs)} ({ulps(cell.max_ulp)})")]
+    rows += [
+        ("inputs", _inputs(cell)),
+        ("largest difference here", f"{number(cell.max_abs)} ({ulps(cell.max_ulp)})"),
+    ]
     if cell.max_abs == 0:
         rows.append(("note", "the numbers are equal and their bits are not: +0 against −0"))
     if cell.entry is not None:
@@ -235,5 +281,9 @@ def _inputs(cell: Cell) -> str:
         return "an input already differed at this position (elsewhere in this op they matched)"
     differs = [name for name, state in named.items() if state == "differs"] or ["an input"]
     source = f", made by {entry.source}" if entry.source else ""
-    where = "" if entry.position == cell.position else f" (seen at position {entry.position}, where this op first differs)"
+    where = (
+        ""
+        if entry.position == cell.position
+        else f" (seen at position {entry.position}, where this op first differs)"
+    )
     return f"{', '.join(differs)} already differed{source}{where}{tail}"
