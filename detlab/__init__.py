@@ -1,0 +1,73 @@
+"""detlab finds where, and why, two runs of a language model stop being bit-identical.
+
+>>> import detlab
+>>> sorted(detlab.__all__)[:3]
+['Comparison', 'Condition', 'DetlabError']
+
+Importing it changes nothing; names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from detlab import viz as viz
+    from detlab.condition import Condition as Condition
+    from detlab.divergence.compare import compare as compare
+    from detlab.divergence.compare import first_divergence as first_divergence
+    from detlab.divergence.result import Comparison as Comparison
+    from detlab.divergence.result import Divergence as Divergence
+    from detlab.environment import environment as environment
+    from detlab.errors import DetlabError as DetlabError
+    from detlab.investigate import Investigation as Investigation
+    from detlab.investigate import investigate as investigate
+    from detlab.models import load_model as load_model
+    from detlab.prompts import Prompt as Prompt
+    from detlab.prompts import load_prompts as load_prompts
+    from detlab.runner import Run as Run
+    from detlab.runner import load_trace as load_trace
+    from detlab.runner import run as run
+    from detlab.trace.capture import capture as capture
+    from detlab.trace.records import Trace as Trace
+
+_HOMES = {
+    "Comparison": "detlab.divergence.result",
+    "Condition": "detlab.condition",
+    "DetlabError": "detlab.errors",
+    "Divergence": "detlab.divergence.result",
+    "Investigation": "detlab.investigate",
+    "Prompt": "detlab.prompts",
+    "Run": "detlab.runner",
+    "Trace": "detlab.trace.records",
+    "capture": "detlab.trace.capture",
+    "compare": "detlab.divergence.compare",
+    "environment": "detlab.environment",
+    "first_divergence": "detlab.divergence.compare",
+    "investigate": "detlab.investigate",
+    "load_model": "detlab.models",
+    "load_prompts": "detlab.prompts",
+    "load_trace": "detlab.runner",
+    "run": "detlab.runner",
+}
+
+#: The public names, pinned: a test holds them.
+__all__ = [*_HOMES, "viz"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "viz":
+        return importlib.import_module("detlab.viz")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'detlab' has no attribute {name!r}; its names are {', '.join(sorted(__all__))}.")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -186,7 +186,7 @@ def shift_index(index: Index, by: int) -> Index:
 
 def shift(layout: Layout, by: int) -> Layout:
     """A layout whose token slots are counted from another origin."""
-    if not by:
+    if not by or not has_rows(layout):
         return layout
     return tuple(
         tuple(Atom(a.kind, shift_index(a.index, by)) if a.kind == "token" else a for a in dim) for dim in layout

@@ -1,0 +1,211 @@
+"""The ``detlab`` command: the library's words in a terminal.
+
+Exit code 0: it holds (identical); 1: it does not; 2: bad usage; 3: it could not be tested; 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from detlab.errors import DetlabError, UsageError
+
+HOLDS, DOES_NOT, USAGE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 130
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    # OpenMP threads that spin beside another busy process cost far more than they save; torch is not imported yet.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        return code
+    except UsageError as error:
+        print(f"detlab: {error}", file=sys.stderr)
+        return USAGE
+    except DetlabError as error:
+        print(f"detlab: {error}", file=sys.stderr)
+        return UNTESTED
+    except KeyboardInterrupt:
+        print("\ndetlab: interrupted; nothing was saved.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return HOLDS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="detlab",
+        description="Finds where two runs of a language model stop being bit-identical.",
+        epilog="Exit code: 0 it holds, 1 it does not, 2 bad usage, 3 could not be tested.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    investigate = commands.add_parser("investigate", help="run two conditions and find where they part")
+    investigate.add_argument("--model", required=True, help="smollm2-135m, tiny-llama, a folder or a hub id")
+    investigate.add_argument("--a", default="", metavar="CONDITION", help='such as "batch_size=1" (the default)')
+    investigate.add_argument("--b", required=True, metavar="CONDITION", help='such as "batch_size=8,padding_side=left"')
+    investigate.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16, float64")
+    investigate.add_argument("--prompts", metavar="FILE", help="JSONL or text; default: detlab's own assistant prompts")
+    investigate.add_argument("--limit", type=_positive, metavar="N", help="use the first N prompts only")
+    investigate.add_argument("--new-tokens", type=_count, default=8, metavar="N", help="tokens to decode (default 8)")
+    investigate.add_argument("--report", metavar="FILE", help="also write a stand-alone HTML report")
+    investigate.add_argument("--save", metavar="FOLDER", help="also save both runs, as FOLDER/a and FOLDER/b")
+    investigate.add_argument("--json", action="store_true", help="print JSON")
+    investigate.set_defaults(run=_investigate)
+
+    compare = commands.add_parser("compare", help="compare two saved runs or traces")
+    compare.add_argument("a", metavar="A")
+    compare.add_argument("b", metavar="B")
+    compare.add_argument("--json", action="store_true", help="print JSON")
+    compare.set_defaults(run=_compare)
+
+    environment = commands.add_parser("environment", help="print this machine's record")
+    environment.add_argument("--json", action="store_true", help="print JSON")
+    environment.set_defaults(run=_environment)
+
+    demo = commands.add_parser("demo", help="the start notebook's investigation in the terminal, with a report")
+    demo.add_argument("--model", default="smollm2-135m", help="default: smollm2-135m")
+    demo.add_argument("--report", default="report.html", metavar="FILE", help="default: report.html")
+    demo.set_defaults(run=_demo)
+
+    lab = commands.add_parser("lab", help="open JupyterLab on the start notebook")
+    lab.add_argument("jupyter", nargs="*", metavar="-- OPTION", help="options for JupyterLab, after --")
+    lab.set_defaults(run=_lab)
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"give a number of at least 0, not {text}")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"give a number of at least 1, not {text}")
+    return value
+
+
+class _ProgressLine:
+    """Reports on stderr what takes longer than two seconds."""
+
+    def __init__(self) -> None:
+        self.started = self.shown = time.monotonic()
+        self.is_terminal = sys.stderr.isatty()
+        self.is_open = False
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        now = time.monotonic()
+        pause = 0.2 if self.is_terminal else 10.0
+        if now - self.started < 2 or now - self.shown < pause:
+            return
+        self.shown = now
+        text = f"{what}: call {done} of {total}"
+        if self.is_terminal:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            self.is_open = True
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.is_open:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self.is_open = False
+
+
+def _own_prompts() -> Path:
+    path = _ROOT / "data" / "prompts" / "assistant.jsonl"
+    if not path.is_file():
+        raise UsageError("detlab's own prompts are not beside the package (it does not run from a checkout); give --prompts FILE.")
+    return path
+
+
+def _investigate(options: argparse.Namespace) -> int:
+    from detlab.condition import Condition
+    from detlab.prompts import load_prompts
+
+    # Everything that can be wrong is looked at before the model is loaded.
+    conditions = [Condition.parse(text) for text in (options.a, options.b)]
+    prompts = load_prompts(options.prompts or _own_prompts())[: options.limit]
+    result = _run_investigation(options.model, options.dtype, prompts, conditions, options.new_tokens)
+    if options.save:
+        result.a.save(Path(options.save) / "a")
+        result.b.save(Path(options.save) / "b")
+    if options.report:
+        from detlab.viz import write_report
+
+        write_report(result, options.report)
+    print(json.dumps(result.to_json(), ensure_ascii=False) if options.json else result)
+    return HOLDS if result.verdict == "identical" else DOES_NOT
+
+
+def _run_investigation(name: str, dtype: str, prompts: Any, conditions: Any, new_tokens: int) -> Any:
+    from detlab.investigate import investigate
+    from detlab.models import load_model
+
+    model, _ = load_model(name, dtype=dtype)
+    line = _ProgressLine()
+    try:
+        return investigate(model, prompts, *conditions, new_tokens=new_tokens, progress=line)
+    finally:
+        line.close()
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from detlab.divergence.compare import compare
+    from detlab.runner import load_trace
+
+    result = compare(load_trace(options.a), load_trace(options.b))
+    print(json.dumps(result.to_json(), ensure_ascii=False) if options.json else result)
+    return HOLDS if result.verdict == "identical" else DOES_NOT
+
+
+def _environment(options: argparse.Namespace) -> int:
+    from detlab.environment import environment
+
+    record = environment()
+    print(json.dumps(record.to_json(), ensure_ascii=False) if options.json else record)
+    return HOLDS
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from detlab.condition import Condition
+    from detlab.prompts import load_prompts
+    from detlab.viz import write_report
+
+    prompts = load_prompts(_own_prompts())[:6]
+    alone, together = Condition(), Condition(batch_size=6, padding_side="left")
+    print(f"{options.model} in bfloat16 answers {len(prompts)} prompts: each alone, then all in one left-padded batch.")
+    result = _run_investigation(options.model, "bfloat16", prompts, [alone, together], 8)
+    print(result)
+    for flip in result.comparison.token_flips:
+        for run in (result.a, result.b):
+            print(f"  {flip.prompt_id} [{run.condition}]: {run.texts[flip.prompt] if run.texts else ''!r}")
+    print(f"report: {write_report(result, options.report)}")
+    return HOLDS
+
+
+def _lab(options: argparse.Namespace) -> int:
+    notebook = _ROOT / "notebooks" / "00-start-here.ipynb"
+    if not notebook.is_file():
+        raise UsageError("the notebooks are not beside the package; run `detlab lab` from a checkout of detlab.")
+    command = [
+        sys.executable, "-m", "jupyterlab", str(notebook), "--ServerApp.ip=127.0.0.1",
+        f"--ServerApp.root_dir={_ROOT}", "--LabApp.news_url=",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]  # fmt: skip
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")
+    os.execv(sys.executable, [*command, *options.jupyter])

@@ -1,0 +1,90 @@
+"""The whole question in one call: run two conditions, find where they part, keep the evidence."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from detlab.condition import Condition
+from detlab.divergence.compare import compare
+from detlab.divergence.result import Comparison
+from detlab.environment import Environment
+from detlab.runner import Progress, Run, run
+
+
+@dataclass
+class Investigation:
+    """Two runs of one question, compared.
+
+    Attributes:
+        a, b: the runs.
+        comparison: where they part; its controls were run first.
+        environment: the machine's record.
+        call: the Python call that reproduces it.
+    """
+
+    a: Run
+    b: Run
+    comparison: Comparison
+    environment: Environment
+    call: str
+
+    @property
+    def verdict(self) -> str:
+        """"identical", "diverged" or "control_flow"."""
+        return self.comparison.verdict
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for machines; `detlab investigate --json` prints them."""
+        return self.comparison.to_json(most=200) | {
+            "md5": {"a": self.a.md5, "b": self.b.md5},
+            "texts": {"a": self.a.texts, "b": self.b.texts},
+            "call": self.call,
+            "environment": self.environment.to_json(),
+        }
+
+    def __str__(self) -> str:
+        return f"{self.comparison}\nreproduce: {self.call}"
+
+    def _repr_html_(self) -> str:
+        return f"{self.comparison._repr_html_()}<pre>{html.escape(self.call)}</pre>"
+
+
+def investigate(model: nn.Module, prompts: Any, a: Condition | str = "", b: Condition | str = "batch_size=4", *,
+                new_tokens: int = 8, tokenizer: Any = None, controls: bool = True, measure: bool = True,
+                progress: Progress | None = None) -> Investigation:  # fmt: skip
+    """Runs the same prompts under two conditions and finds where they stop being bit-identical.
+
+    Args:
+        model: a transformers causal language model in eval mode.
+        prompts: what `load_prompts` returns, or strings, or lists of token ids.
+        a, b: conditions, as objects or as text: "batch_size=8,padding_side=left".
+        new_tokens: tokens to decode greedily after prefill.
+        tokenizer: needed for text where the model was not loaded by `load_model`.
+        controls: repeat each condition first: the same condition must give the same bits.
+        measure: size the differences.
+        progress: called with (calls done, calls in all, what).
+
+    Returns:
+        An `Investigation`: runs, comparison, environment, and the call that reproduces it.
+
+    Raises:
+        UsageError: a condition or prompt cannot be used.
+        ControlError: a condition does not repeat its own bits.
+    """
+    conditions = [Condition.parse(c) if isinstance(c, str) else c for c in (a, b)]
+    first = run(model, prompts, conditions[0], new_tokens=new_tokens, tokenizer=tokenizer, progress=progress)
+    second = run(model, prompts, conditions[1], new_tokens=new_tokens, tokenizer=tokenizer, progress=progress)
+    comparison = compare(first, second, controls=controls, measure=measure, progress=progress)
+    name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+    call = f"detlab.investigate(model, prompts, a={_text(conditions[0])!r}, b={_text(conditions[1])!r}, new_tokens={new_tokens})"
+    origin = f"  # model: {name}, {len(first.inputs)} prompts: {', '.join(first.prompt_ids[:6])}"
+    return Investigation(first, second, comparison, first.environment, call + origin + (" ..." if len(first.inputs) > 6 else ""))
+
+
+def _text(condition: Condition) -> str:
+    text = str(condition)
+    return "" if text == "default" else text

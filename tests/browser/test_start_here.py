@@ -1,0 +1,142 @@
+"""The first notebook as a reader meets it: opened, run, and used, in a real browser."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import Lab, Watch
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+NOTEBOOK = "notebooks/00-start-here.ipynb"
+RUN_ALL_SECONDS, STEP_SECONDS = 100, 30
+# Console errors that are no fault of ours, each with its reason.
+ALLOWED = ()
+
+
+def unexpected(watch: Watch) -> list[str]:
+    return [error for error in watch.errors if not any(re.search(pattern, error) for pattern in ALLOWED)]
+
+
+def command(page: Any, name: str, arguments: dict[str, Any] | None = None) -> None:
+    """Executes one of the Lab's commands by its name, which is the same in every language."""
+    page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments or {}])
+
+
+def test_the_first_notebook_runs_and_its_panel_leads_to_the_op(lab: Lab, browser: Any, artifacts: Path) -> None:
+    context = browser.new_context(viewport={"width": 1400, "height": 1000})
+    page = context.new_page()
+    page.set_default_timeout(STEP_SECONDS * 1000)
+    watch = Watch()
+    watch.follow(page)
+    try:
+        page.goto(lab.page(NOTEBOOK))
+        page.wait_for_function("window.jupyterapp && window.jupyterapp.shell.currentWidget?.content?.widgets?.length > 5")
+        page.wait_for_function("window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'")
+        command(page, "notebook:run-all-cells")
+        wait_for_all_cells(page)
+        assert cell_errors(page) == []
+        page.screenshot(path=artifacts / "after-run-all.png")
+
+        panel = page.locator(".detlab-explorer").first
+        scroll_to_panel(page)
+        panel.wait_for(state="visible")
+        page.screenshot(path=artifacts / "panel.png")
+        use_the_panel(page, artifacts)
+        command(page, "apputils:change-theme", {"theme": "JupyterLab Dark"})
+        page.wait_for_function("document.body.dataset.jpThemeLight === 'false'")
+        page.wait_for_timeout(500)
+        page.screenshot(path=artifacts / "dark.png")
+        page.locator(".detlab-explorer").first.screenshot(path=artifacts / "panel-dark.png")
+    except Exception:
+        page.screenshot(path=artifacts / "failed.png")
+        raise
+    finally:
+        context.close()
+    assert watch.num_requests > 10
+    assert watch.outside == []
+    assert unexpected(watch) == []
+
+
+def wait_for_all_cells(page: Any) -> None:
+    page.wait_for_function(
+        """() => window.jupyterapp.shell.currentWidget.content.widgets.every(
+            cell => cell.model.type !== 'code' || cell.model.executionState === 'idle' && cell.model.executionCount)""",
+        timeout=RUN_ALL_SECONDS * 1000,
+    )
+
+
+def cell_errors(page: Any) -> list[str]:
+    outputs: list[str] = page.evaluate(
+        """() => window.jupyterapp.shell.currentWidget.content.widgets.filter(cell => cell.model.type === 'code')
+            .flatMap(cell => cell.model.outputs.toJSON()).filter(o => o.output_type === 'error').map(o => o.evalue)"""
+    )
+    return outputs
+
+
+def scroll_to_panel(page: Any) -> None:
+    """Brings the panel's cell into view: the Lab builds cells only when they come near."""
+    page.evaluate(
+        """async () => {
+            const book = window.jupyterapp.shell.currentWidget.content;
+            const at = book.widgets.findIndex(cell => cell.model.sharedModel.source.includes('viz.Explorer('));
+            book.activeCellIndex = at;
+            await book.scrollToItem(at, 'start');
+        }"""
+    )
+
+
+def use_the_panel(page: Any, artifacts: Path) -> None:
+    panel = page.locator(".detlab-explorer").first
+    answer = panel.locator(".detlab-verdict")
+
+    # A setting that no run can have is explained, and no traceback shows.
+    panel.locator(".detlab-b-padding input").fill("4")
+    panel.locator(".detlab-b-padding input").press("Tab")
+    panel.locator(".detlab-b-echo", has_text="padding_side").wait_for()
+    panel.locator(".detlab-run").click()
+    answer.locator(".detlab-error", has_text="padding_side").wait_for()
+    page.screenshot(path=artifacts / "panel-error.png")
+
+    panel.locator(".detlab-b-padding-side select").select_option("left")
+    panel.locator(".detlab-b-batch-size select").select_option("8")
+    panel.locator(".detlab-b-echo", has_text="batch_size=8,padding_side=left,padding=4").wait_for()
+    panel.locator(".detlab-run").click()
+    panel.locator(".detlab-run[disabled]").wait_for(state="attached")
+    answer.locator(".detlab-identical, .detlab-diverged, .detlab-control-flow").wait_for()
+    assert re.search(r"Identical|Diverged|Control flow", answer.inner_text())
+    assert "held" in answer.inner_text()
+    plot = panel.locator(".detlab-heatmap .js-plotly-plot")
+    plot.locator(".heatmaplayer image").first.wait_for(state="attached")
+    panel.locator(".detlab-run:not([disabled])").wait_for(state="attached")
+    panel.screenshot(path=artifacts / "panel-light.png")
+
+    # Through the lists, which work from the keyboard.
+    detail = panel.locator(".detlab-detail")
+    ops = panel.locator(".detlab-op select")
+    assert ops.locator("option").count() > 10
+    ops.select_option(index=0)
+    panel.locator(".detlab-position select").select_option(index=2)
+    detail.locator("td", has_text="position 2").wait_for()
+    assert "embedding" in detail.inner_text()
+    assert "bit-identical" in detail.inner_text()
+
+    # Through the heatmap: the cell under the pointer is the one that is told about.
+    label, position, x, y = page.evaluate(
+        """() => {
+            const plot = document.querySelector('.detlab-heatmap .js-plotly-plot');
+            const {xaxis, yaxis} = plot._fullLayout, box = plot.getBoundingClientRect();
+            const label = yaxis._categories[yaxis._categories.length - 3], position = 5;
+            return [label, position, box.left + xaxis._offset + xaxis.d2p(position), box.top + yaxis._offset + yaxis.d2p(label)];
+        }"""
+    )
+    plot.scroll_into_view_if_needed()
+    moved = page.evaluate("() => document.querySelector('.detlab-heatmap .js-plotly-plot').getBoundingClientRect().top")
+    del moved
+    page.mouse.move(x, y)
+    page.mouse.click(x, y)
+    detail.locator("td", has_text=f"position {position}").wait_for()
+    assert label.split(" · ")[1].split(" #")[0] in detail.inner_text()
+    panel.screenshot(path=artifacts / "panel-detail.png")
