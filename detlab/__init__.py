@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from detlab import viz as viz
     from detlab.condition import Condition as Condition
     from detlab.divergence.compare import compare as compare
     from detlab.divergence.compare import first_divergence as first_divergence

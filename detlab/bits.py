@@ -133,7 +133,8 @@ def byte_coefficients(length: int, device: torch.device | str = "cpu") -> Tensor
 
 @lru_cache(maxsize=8)
 def _fold_multipliers(pieces: int) -> np.ndarray:
-    odd: np.ndarray = (_mix(np.arange(pieces * NUM_PROJECTIONS, dtype=np.uint64) + np.uint64(1 << 40)) | np.uint64(1)).view(np.int64)
+    counters = np.arange(pieces * NUM_PROJECTIONS, dtype=np.uint64) + np.uint64(1 << 40)
+    odd: np.ndarray = (_mix(counters) | np.uint64(1)).view(np.int64)
     return odd
 
 
@@ -250,7 +251,7 @@ def project_named_columns(grid: Tensor, column_ids: Tensor, visible: Tensor) -> 
         return out
     bits = int_view(grid)
     if bits.element_size() == 8:
-        halves = bits.contiguous().view(torch.int32).unflatten(-1, (num_columns, 2))
+        halves = bits.contiguous().view(torch.int32).reshape(num_rows, width, num_columns, 2)
         low = project_named_columns(halves[..., 0], column_ids, visible)
         return low * 3 + project_named_columns(halves[..., 1], column_ids, visible) * 5
     bits = bits.to(torch.int32)

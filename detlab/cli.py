@@ -128,7 +128,7 @@ class _ProgressLine:
 def _own_prompts() -> Path:
     path = _ROOT / "data" / "prompts" / "assistant.jsonl"
     if not path.is_file():
-        raise UsageError("detlab's own prompts are not beside the package (it does not run from a checkout); give --prompts FILE.")
+        raise UsageError("detlab's own prompts are not beside the package (this is no checkout); give --prompts FILE.")
     return path
 
 

@@ -80,9 +80,13 @@ def investigate(model: nn.Module, prompts: Any, a: Condition | str = "", b: Cond
     second = run(model, prompts, conditions[1], new_tokens=new_tokens, tokenizer=tokenizer, progress=progress)
     comparison = compare(first, second, controls=controls, measure=measure, progress=progress)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-    call = f"detlab.investigate(model, prompts, a={_text(conditions[0])!r}, b={_text(conditions[1])!r}, new_tokens={new_tokens})"
-    origin = f"  # model: {name}, {len(first.inputs)} prompts: {', '.join(first.prompt_ids[:6])}"
-    return Investigation(first, second, comparison, first.environment, call + origin + (" ..." if len(first.inputs) > 6 else ""))
+    texts = [_text(condition) for condition in conditions]
+    ids = ", ".join(first.prompt_ids[:6]) + (" ..." if len(first.prompt_ids) > 6 else "")
+    call = (
+        f"detlab.investigate(model, prompts, a={texts[0]!r}, b={texts[1]!r}, new_tokens={new_tokens})"
+        f"  # model: {name}, {len(first.inputs)} prompts: {ids}"
+    )
+    return Investigation(first, second, comparison, first.environment, call)
 
 
 def _text(condition: Condition) -> str:

@@ -7,13 +7,10 @@ stop at an end token, so that two runs have the same rows; texts are cut at the 
 
 from __future__ import annotations
 
-import copy
-import inspect
-import random
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +24,25 @@ from detlab.environment import Environment, environment
 from detlab.errors import ModelError, TraceError, UsageError
 from detlab.models import tokenizer_for
 from detlab.prompts import Prompt, as_prompts, encode
-from detlab.trace.calls import CACHE_NAMES, CallContext
+from detlab.serving import (
+    Batch,
+    accepted,
+    cache_argument,
+    check_inputs,
+    config_of,
+    device_of,
+    make_batches,
+    pad_token,
+    padded,
+    seeded,
+    served_model,
+    vocabulary_of,
+)
+from detlab.trace.calls import CallContext
 from detlab.trace.capture import Save, capture
 from detlab.trace.recorder import Observer
 from detlab.trace.records import Trace
-from detlab.trace.store import pack_trace, read_folder, save_trace, unpack_trace, write_folder
+from detlab.trace.store import pack_trace, read_folder, unpack_trace, write_folder
 
 Progress = Callable[[int, int, str], None]
 
@@ -211,7 +222,7 @@ def run(model: nn.Module, prompts: Any, condition: Condition | None = None, *, n
     condition = Condition() if condition is None else condition
     if not isinstance(condition, Condition):
         raise UsageError(f"run needs a Condition, such as Condition(batch_size=8); got {condition!r}.")
-    if not isinstance(new_tokens, int) or new_tokens < 0:
+    if new_tokens < 0:
         raise UsageError(f"run needs new_tokens of at least 0; got {new_tokens!r}.")
     if model.training:
         raise UsageError("run needs a model in eval mode: dropout would make every run another one. Call model.eval().")
@@ -225,34 +236,26 @@ def run(model: nn.Module, prompts: Any, condition: Condition | None = None, *, n
     )  # fmt: skip
 
 
-@dataclass
-class _Batch:
-    """One batch: tokens per row without padding, and the prompt each row serves (-1: a mate)."""
-
-    rows: list[list[int]]
-    prompts: list[int]
-
-
 def _execute(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], condition: Condition, new_tokens: int,
              tokenizer: Any, *, save: Save, with_trace: bool, force: list[list[int]] | None,
              progress: Progress | None, observer: Observer | None) -> Run:  # fmt: skip
-    _check_lengths(model, prompts, inputs, condition, new_tokens)
+    check_inputs(model, prompts, inputs, new_tokens)
     if force is not None and [len(f) for f in force] != [new_tokens] * len(inputs):
         raise UsageError(
             f"force needs {new_tokens} tokens for each of {len(inputs)} prompts; got {[len(f) for f in force]}."
         )
-    batches = _batches(inputs, condition, _vocabulary(model))
-    calls = _Progress(progress, len(batches) * (1 + new_tokens), str(condition))
+    batches = make_batches(inputs, condition, vocabulary_of(model))
+    calls = _Progress(progress, len(batches) * max(1, new_tokens), str(condition))
     tokens: list[list[int]] = [[] for _ in inputs]
     logits: list[list[Tensor]] = [[] for _ in inputs]
     record = environment()
-    context = CallContext()
+    context = CallContext(prompts=[])
     trace: Trace | None = None
     started = time.perf_counter()
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_seeded(condition.seed))
-        served = stack.enter_context(_served(model, condition))
+        stack.enter_context(seeded(condition.seed))
+        served = stack.enter_context(served_model(model, condition))
         if with_trace:
             trace = stack.enter_context(capture(served, save, observer=observer, context=context))
         for batch in batches:
@@ -282,23 +285,24 @@ class _Progress:
             self.report(self.done, self.total, self.what)
 
 
-def _serve(model: nn.Module, batch: _Batch, condition: Condition, new_tokens: int, force: list[list[int]] | None,
+def _serve(model: nn.Module, batch: Batch, condition: Condition, new_tokens: int, force: list[list[int]] | None,
            context: CallContext, tokens: list[list[int]], logits: list[list[Tensor]], progress: _Progress) -> None:  # fmt: skip
     """Prefills a batch and decodes it greedily."""
-    ids, mask = _padded(batch, condition, _pad_token(model))
-    ids, mask = ids.to(_device(model)), mask.to(_device(model))
+    ids, mask = padded(batch, condition, pad_token(model))
+    ids, mask = ids.to(device_of(model)), mask.to(device_of(model))
     num_rows, width = ids.shape
     last = torch.tensor([int(row.nonzero()[-1]) for row in mask.cpu()], device=ids.device)
     context.prompts = batch.prompts
     cache: Any = None
     uses_cache = condition.cache == "dynamic"
-    cache_name = _cache_argument(model)
+    cache_name = cache_argument(model)
     chunk = condition.prefill_chunk or width
     step_logits: Tensor | None = None
     for step in range(max(1, new_tokens)):
         context.step = step
         if step == 0 or not uses_cache:
-            pieces = [(a, min(a + chunk, ids.shape[1])) for a in range(0, ids.shape[1], chunk)] if step == 0 else [(0, ids.shape[1])]
+            size = chunk if step == 0 else ids.shape[1]
+            pieces = [(a, min(a + size, ids.shape[1])) for a in range(0, ids.shape[1], size)]
         else:
             pieces = [(ids.shape[1] - 1, ids.shape[1])]
         for start, end in pieces:
@@ -310,7 +314,7 @@ def _serve(model: nn.Module, batch: _Batch, condition: Condition, new_tokens: in
             }
             if cache is not None:
                 arguments[cache_name] = cache
-            output = model(**_accepted(model, arguments))
+            output = model(**accepted(model, arguments))
             cache = output[cache_name] if uses_cache else None
             out: Tensor = output["logits"]
         progress.step()
@@ -331,165 +335,13 @@ def _serve(model: nn.Module, batch: _Batch, condition: Condition, new_tokens: in
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
 
 
-def _batches(inputs: list[list[int]], condition: Condition, vocabulary: int) -> list[_Batch]:
-    """Groups prompts as the condition says; every batch has exactly ``batch_size`` rows."""
-    size, count = condition.batch_size, len(inputs)
-    draw = random.Random(condition.seed)
-    batches = []
-    if condition.padding_side is None:
-        for prompt, tokens in enumerate(inputs):
-            rows, names = [], []
-            for row in range(size):
-                is_question = row == condition.row
-                rows.append(tokens if is_question else _mate(inputs, prompt, row, condition.mates, draw, vocabulary))
-                names.append(prompt if is_question else -1)
-            batches.append(_Batch(rows, names))
-        return batches
-    for first in range(0, count, size):
-        group = list(range(first, min(first + size, count)))
-        names = [group[i] if i < len(group) else -1 for i in range(size)]
-        rows = [inputs[name] if name >= 0 else inputs[(first + i) % count] for i, name in enumerate(names)]
-        shift = condition.row % size
-        batches.append(_Batch(rows[-shift:] + rows[:-shift] if shift else rows, names[-shift:] + names[:-shift] if shift else names))
-    return batches
-
-
-def _mate(inputs: list[list[int]], prompt: int, row: int, mates: str, draw: random.Random, vocabulary: int) -> list[int]:
-    """A neighbour of the prompt's own length."""
-    length = len(inputs[prompt])
-    if mates == "repeat":
-        return inputs[prompt]
-    if mates == "random":
-        return [draw.randrange(vocabulary) for _ in range(length)]
-    other = inputs[(prompt + 1 + row) % len(inputs)]
-    return (other * (length // len(other) + 1))[:length]
-
-
-def _padded(batch: _Batch, condition: Condition, pad: int) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask of a batch, both int64 [batch, width]."""
-    width = max(len(row) for row in batch.rows) + condition.padding
-    ids, mask = [], []
-    for row in batch.rows:
-        spare = width - len(row)
-        fill, zeros = [pad] * spare, [0] * spare
-        ones = [1] * len(row)
-        left = condition.padding_side == "left"
-        ids.append(fill + row if left else row + fill)
-        mask.append(zeros + ones if left else ones + zeros)
-    return torch.tensor(ids), torch.tensor(mask)
-
-
-# -------------------------------------------------------------------------------------------------------- the model
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
-def _config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _vocabulary(model: nn.Module) -> int:
-    return int(getattr(_config(model), "vocab_size", 256))
-
-
-def _pad_token(model: nn.Module) -> int:
-    pad = getattr(_config(model), "pad_token_id", None)
-    return int(pad) if isinstance(pad, int) and pad >= 0 else 0
-
-
-def _accepted(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Drops what the model's forward does not take; position ids are left out by models that have none."""
-    parameters = inspect.signature(model.forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
-
-
-def _cache_argument(model: nn.Module) -> str:
-    parameters = inspect.signature(model.forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
-
-
-def _check_lengths(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], condition: Condition, new_tokens: int) -> None:
-    limit = getattr(_config(model), "max_position_embeddings", None)
-    vocabulary = _vocabulary(model)
-    for prompt, tokens in zip(prompts, inputs, strict=True):
-        if limit is not None and len(tokens) + new_tokens > limit:
-            raise UsageError(
-                f"prompt {prompt.id!r} has {len(tokens)} tokens and {new_tokens} more are asked for; "
-                f"the model holds {limit} positions. Shorten the prompt or ask for fewer tokens."
-            )
-        if max(tokens) >= vocabulary or min(tokens) < 0:
-            raise UsageError(
-                f"prompt {prompt.id!r} has token id {max(tokens) if max(tokens) >= vocabulary else min(tokens)}; "
-                f"the model's vocabulary is 0..{vocabulary - 1}. Is it another model's tokenizer?"
-            )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seeds torch's generators for a run and gives the caller's random state back."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else []):
-        torch.manual_seed(seed)
-        yield
-
-
-_copies: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = weakref.WeakKeyDictionary()
-
-
-@contextmanager
-def _served(model: nn.Module, condition: Condition) -> Iterator[nn.Module]:
-    """The model as the condition wants it: cast copy, attention implementation; the original is left as it was."""
-    served = model
-    if condition.dtype is not None:
-        wanted = getattr(torch, condition.dtype)
-        if next(model.parameters()).dtype != wanted:
-            served = _cast_copy(model, condition.dtype)
-    config: Any = getattr(served, "config", None)
-    before = getattr(config, "_attn_implementation", None)
-    if condition.attention is None or condition.attention == before:
-        yield served
-        return
-    if not hasattr(served, "set_attn_implementation"):
-        raise UsageError(f"attention={condition.attention!r}: {type(served).__name__} is not a transformers model; leave it out.")
-    served.set_attn_implementation(condition.attention)
-    try:
-        yield served
-    finally:
-        served.set_attn_implementation(before)
-
-
-def _cast_copy(model: nn.Module, dtype: str) -> nn.Module:
-    """A copy with parameters and saved buffers in ``dtype``, as loading in that dtype gives.
-
-    Buffers that are not saved (rotary inverse frequencies) stay as they are: ``model.to(dtype)`` would round them, and
-    the copy would be another model than the one that users load.
-    """
-    known = _copies.setdefault(model, {})
-    if dtype not in known:
-        wanted = getattr(torch, dtype)
-        twin = copy.deepcopy(model)
-        for module in twin.modules():
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(wanted)
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
-                    setattr(module, name, buffer.to(wanted))
-        known[dtype] = twin
-    return known[dtype]
-
-
 def _texts(tokens: list[list[int]], tokenizer: Any, model: nn.Module) -> list[str] | None:
     if tokenizer is None:
         return None
-    eos = getattr(_config(model), "eos_token_id", None)
+    eos = getattr(config_of(model), "eos_token_id", None)
     ends = set(eos if isinstance(eos, Sequence) else [eos])
     texts = []
     for ids in tokens:
         cut = next((i for i, token in enumerate(ids) if token in ends), len(ids))
         texts.append(str(tokenizer.decode(ids[:cut])))
     return texts
-
-
-__all__ = ["Nan", "Progress", "Run", "load_trace", "run", "save_trace"]

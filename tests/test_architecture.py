@@ -27,6 +27,7 @@ FLOORS = (
     {"environment"},
     {"models", "prompts", "condition"},
     {"trace"},
+    {"serving"},
     {"runner"},
     {"divergence"},
 )

@@ -11,6 +11,7 @@ import numpy as np
 
 from detlab.trace.records import Array, OpRecord, Trace, row_keys, split_keys
 
+
 @dataclass(frozen=True)
 class CallPair:
     """Two calls, and the token rows (sorted keys) that are compared between them."""

@@ -186,15 +186,20 @@ def _limits(a: Trace, b: Trace, detail: TraceComparison) -> list[str]:
         lost = trace.unlaid
         if lost:
             names = sorted({f"{op.module or '(model)'} · {op.op}" for op in lost})
-            notes.append(f"{len(lost)} ops of {side} are unlaid, so not compared: {', '.join(names[:4])}{' ...' if names[4:] else ''}")
+            notes.append(f"{len(lost)} ops of {side} are unlaid, so not compared: {_few(names, 4)}")
     if detail.incomparable:
         op, _, why = detail.incomparable[0]
-        notes.append(f"{len(detail.incomparable)} ops have rows of another form, so not compared: {a.ops[op].module} · {a.ops[op].op} ({why}) ...")
+        example = f"{a.ops[op].module or '(model)'} · {a.ops[op].op} ({why})"
+        notes.append(f"{len(detail.incomparable)} ops have rows of another form, so not compared: such as {example}")
     for side, trace, only in (("a", a, detail.only_a), ("b", b, detail.only_b)):
         if only:
             names = sorted({trace.ops[i].op for i in only})
-            notes.append(f"{len(only)} ops ran in {side} only: {', '.join(names[:6])}{' ...' if names[6:] else ''}")
+            notes.append(f"{len(only)} ops ran in {side} only: {_few(names, 6)}")
     return notes
+
+
+def _few(names: list[str], most: int) -> str:
+    return ", ".join(names[:most]) + (" ..." if len(names) > most else "")
 
 
 def _logits(a: Run, b: Run, limits: dict[int, int] | None) -> tuple[float | None, bool | None]:

@@ -49,7 +49,9 @@ class ValueKeeper:
             return
         self.kept[op.index] = rows
 
-    def rows(self, record: TensorRecord, tensor: Tensor, layout: Layout | None, call: Call | None) -> tuple[Array, Tensor] | None:
+    def rows(
+        self, record: TensorRecord, tensor: Tensor, layout: Layout | None, call: Call | None
+    ) -> tuple[Array, Tensor] | None:
         """The wanted prompts' rows of a float tensor: (sorted keys, copied values); None where it has none to measure."""
         if layout is None or call is None or record.status != "rows" or not tensor.is_floating_point():
             return None

@@ -71,7 +71,7 @@ _parameter_digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def parameter_digest(tensor: Tensor, version: int) -> np.ndarray:
     """Digest of a parameter or buffer, int64 [1]; computed once per version."""
     state = (version, tensor.data_ptr())
-    known = _parameter_digests.get(tensor)
+    known = _parameter_digests.get(tensor)  # type: ignore[no-untyped-call]
     if known is None or known[0] != state:
         known = _parameter_digests[tensor] = (state, np.array([bits.digest(tensor.detach())], np.int64))
     digests: np.ndarray = known[1]

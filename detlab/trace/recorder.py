@@ -23,25 +23,12 @@ from detlab import bits
 from detlab.trace import layout as lay
 from detlab.trace.calls import NAMED_BY_ROWS, CallContext, begin_call, cache_tensors, input_layout
 from detlab.trace.hashing import Hasher, parameter_digest
-from detlab.trace.layout import Index, Layout
+from detlab.trace.layout import Layout
+from detlab.trace.plans import Layouts, OpInfo, Output, Plan, make_plan, op_info
 from detlab.trace.records import Call, ModuleRecord, OpRecord, TensorRecord, Trace
-from detlab.trace.rules import MOVES, propagate
 
 #: Called for each tensor computed: its op, record, value, layout and call.
 Observer = Callable[[OpRecord, TensorRecord, Tensor, Layout | None, Call | None], None]
-
-# Arguments that an output row sees beyond its own row: keys, values, and the right-hand side of a batched product.
-_ATTENTION = {1, 2}
-_CONTEXT_ARGS = {
-    "mm": {1}, "bmm": {1}, "addmm": {2}, "baddbmm": {2}, "mv": {1}, "dot": {0, 1}, "cumsum": {0}, "cumprod": {0},
-    "_scaled_dot_product_flash_attention_for_cpu": _ATTENTION, "_scaled_dot_product_flash_attention": _ATTENTION,
-    "_scaled_dot_product_efficient_attention": _ATTENTION, "_scaled_dot_product_cudnn_attention": _ATTENTION,
-    "scaled_dot_product_attention": _ATTENTION, "_scaled_dot_product_fused_attention_overrideable": _ATTENTION,
-}  # fmt: skip
-_UNINITIALISED = {"empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided", "empty_permuted"}
-# Their effect on rows follows from the values of an index.
-_READS_VALUES = {"index", "index_select"}
-
 
 @dataclass(slots=True)
 class _Live:
@@ -57,48 +44,11 @@ class _Live:
     other_version: int  # a view takes over its base's counter only after the dispatcher returns
 
 
-@dataclass(slots=True)
-class _OpInfo:
-    """What an op's schema says, looked up once per op."""
-
-    func: Any
-    name: str
-    argument_names: tuple[str, ...]
-    writes: bool
-    is_move: bool
-    is_cat: bool
-    is_hashed: bool
-    is_planned: bool
-    context: set[int]
+#: An input of an op: argument position (-1: a keyword), the tensor, and its record.
+Source = tuple[int, Tensor, _Live]
 
 
-@dataclass(slots=True)
-class _Output:
-    """How to treat one output of an op."""
-
-    shape: tuple[int, ...]
-    layout: Layout | None
-    layout_id: int
-    keeps_rows: bool
-    status: str
-    batch: Index | None
-    slots: Index | None  # relative to the call's first query slot
-    has_columns: bool
-    num_rows: int
-    width: int
-    is_flat: bool  # rows are contiguous stretches: a reshape cuts them
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What an op does, for given layouts of its inputs and plain arguments."""
-
-    outputs: list[_Output]
-    inputs: tuple[tuple[str, str], ...]  # (name, relation)
-    is_move: bool
-
-
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records a model's calls into ``trace``."""
 
     @classmethod
@@ -108,7 +58,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, save: Callable[[OpRecord], bool] | None, observer: Observer | None,
                  context: CallContext | None) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.trace = Trace(model=_describe(model))
         self.context = context
@@ -119,9 +69,9 @@ class Recorder(TorchDispatchMode):
         self._handles: list[Any] = []
         self._live: dict[int, _Live] = {}
         self._named: dict[int, tuple[str, str]] = {}
-        self._infos: dict[Any, _OpInfo] = {}
-        self._plans: dict[Any, _Plan] = {}
-        self._layout_ids: dict[Layout, int] = {}
+        self._infos: dict[Any, OpInfo] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._layouts = Layouts()
         self._occurrence: dict[tuple[str, str], int] = {}
         self._hasher = Hasher()
         self._call: Call | None = None
@@ -138,12 +88,12 @@ class Recorder(TorchDispatchMode):
             before = self._before_root if module is self.model else self._before(name)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(self._after(name), always_call=True))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
         """Unhooks, and completes the digests."""
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -225,7 +175,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         info = self._infos.get(func)
         if info is None:
-            info = self._infos[func] = _op_info(func)
+            info = self._infos[func] = op_info(func)
         self._paused = True
         try:
             inputs, key = self._resolve_inputs(info, args, kwargs)
@@ -239,9 +189,11 @@ class Recorder(TorchDispatchMode):
             self._paused = False
         return result
 
-    def _resolve_inputs(self, info: _OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple[int, Tensor, _Live]], Any]:
+    def _resolve_inputs(
+        self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Source], Any]:
         """The tensors among the arguments with their records, and a key for what the op will do to rows."""
-        found: list[tuple[int, Tensor, _Live]] = []
+        found: list[Source] = []
         key: list[Any] = [info.func]
         for position, value in enumerate(args):
             if isinstance(value, Tensor):
@@ -267,7 +219,14 @@ class Recorder(TorchDispatchMode):
                 key.append(live.layout_id or tuple(value.shape))
             else:
                 key.append(tuple(value) if isinstance(value, list) else value)
-        return found, tuple(key)
+        if not info.is_planned:
+            return found, None
+        cast = tuple(key)
+        try:
+            hash(cast)
+        except TypeError:  # an argument that cannot be a key
+            return found, None
+        return found, cast
 
     def _is_current(self, known: _Live, tensor: Tensor) -> bool:
         version = 0 if tensor.is_inference() else tensor._version
@@ -293,11 +252,8 @@ class Recorder(TorchDispatchMode):
         """Counts a layout's token slots from the present call's first query slot."""
         if live.layout is not None:
             live.layout = lay.shift(live.layout, live.base - self._base)
-            live.layout_id = self._layout_id(live.layout)
+            live.layout_id = self._layouts.number(live.layout)
         live.base = self._base
-
-    def _layout_id(self, layout: Layout | None) -> int:
-        return 0 if layout is None else self._layout_ids.setdefault(layout, len(self._layout_ids) + 1)
 
     def _enter_tensor(self, kind: str, name: str, tensor: Tensor, layout: Layout | None) -> _Live:
         """Records a tensor that no op of the trace computed."""
@@ -307,8 +263,8 @@ class Recorder(TorchDispatchMode):
             record.status, record.width = "whole", tensor.numel()
             record.digests = parameter_digest(tensor, version)
         else:
-            self._hash(record, tensor, self._output(tensor, layout))
-        return self._track(tensor, layout, self._layout_id(layout), record.number, True, version)
+            self._hash(record, tensor, self._layouts.output(tensor, layout))
+        return self._track(tensor, layout, self._layouts.number(layout), record.number, True, version)
 
     def _new_record(self, kind: str, name: str, tensor: Tensor, op: int) -> TensorRecord:
         tensors = self.trace.tensors
@@ -327,8 +283,8 @@ class Recorder(TorchDispatchMode):
         known = self._live.get(id(tensor))
         return known.layout if known is not None else lay.plain(tensor.shape)
 
-    def _observe(self, info: _OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any],
-                 inputs: list[tuple[int, Tensor, _Live]], key: Any, outputs: list[Tensor]) -> None:  # fmt: skip
+    def _observe(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any],
+                 inputs: list[Source], key: Any, outputs: list[Tensor]) -> None:  # fmt: skip
         plan = self._plan(info, args, kwargs, inputs, key, outputs)
         trace = self.trace
         module = self._modules[-1][0] if self._modules else "(outside)"
@@ -361,54 +317,22 @@ class Recorder(TorchDispatchMode):
             for tensor, out, number in zip(outputs, plan.outputs, numbers, strict=True):
                 self._keep(op, trace.tensors[number], tensor, out.layout)
 
-    # -------------------------------------------------------------------------------------------------------- plans
-    def _plan(self, info: _OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any],
-              inputs: list[tuple[int, Tensor, _Live]], key: Any, outputs: list[Tensor]) -> _Plan:  # fmt: skip
-        plan: _Plan | None = None
-        if info.is_planned:
-            try:
-                plan = self._plans.get(key)
-            except TypeError:  # an argument that cannot be a key
-                key = None
-        if plan is not None and all(out.shape == tensor.shape for out, tensor in zip(plan.outputs, outputs, strict=False)):
-            return plan
-        layouts = propagate(info.func, args, kwargs, outputs, self._layout_of)
-        is_move = info.is_move and bool(inputs) and not info.writes
-        if info.name == "_to_copy" and inputs:
-            is_move = outputs[0].dtype == inputs[0][1].dtype
-        made = [self._output(tensor, layout) for tensor, layout in zip(outputs, layouts, strict=True)]
-        for out in made:
-            out.keeps_rows = is_move and _keeps_rows(inputs[0][2].layout, out.layout)
-        names, counts = [], {i: 0 for i, _, _ in inputs}
-        for position, _, live in inputs:
-            name = info.argument_names[position] if position >= 0 else "keyword"
-            if position >= 0 and isinstance(args[position], (list, tuple)):
-                name, counts[position] = f"{name}[{counts[position]}]", counts[position] + 1
-            names.append((name, _relation(position, live.layout, layouts[0], info.context)))
-        keywords = iter([name for name, value in kwargs.items() if isinstance(value, Tensor)])
-        named = tuple((next(keywords) if name == "keyword" else name, relation) for name, relation in names)
-        plan = _Plan(made, named, is_move)
-        if info.is_planned and key is not None:
+    def _plan(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Source], key: Any,
+              outputs: list[Tensor]) -> Plan:  # fmt: skip
+        plan = self._plans.get(key) if key is not None else None
+        if plan is not None and len(plan.outputs) == len(outputs):
+            for out, tensor in zip(plan.outputs, outputs, strict=True):
+                if out.shape != tensor.shape:
+                    break
+            else:
+                return plan
+        sources = [(position, live.layout) for position, _, live in inputs]
+        plan = make_plan(info, args, kwargs, sources, outputs, self._layout_of, self._layouts)
+        if key is not None:
             self._plans[key] = plan
         return plan
 
-    def _output(self, tensor: Tensor, layout: Layout | None) -> _Output:
-        """How to hash a tensor of this shape and layout."""
-        shape = tuple(tensor.shape)
-        if layout is None or not lay.has_rows(layout):
-            width = shape[-1] if shape else 1
-            num_rows = tensor.numel() // width if width else 0
-            status = "unlaid" if layout is None else "whole"
-            return _Output(
-                shape, layout, self._layout_id(layout), False, status, None, None, False, num_rows, width, True
-            )
-        cut = lay.cut_of(layout)
-        return _Output(
-            shape, layout, self._layout_id(layout), False, "rows", cut.batch, cut.slots, cut.columns is not None,
-            cut.num_rows, cut.width, cut.is_flat,
-        )  # fmt: skip
-
-    def _hash(self, record: TensorRecord, tensor: Tensor, out: _Output) -> None:
+    def _hash(self, record: TensorRecord, tensor: Tensor, out: Output) -> None:
         record.width = out.width
         if tensor.layout != torch.strided or tensor.is_quantized:  # opaque storage has no bits to read
             return
@@ -430,7 +354,7 @@ class Recorder(TorchDispatchMode):
             assert out.layout is not None
             self._hasher.add(record, lay.rows_of(tensor, out.layout).grid)
 
-    def _collect(self, record: TensorRecord, out: _Output, inputs: list[tuple[int, Tensor, _Live]]) -> bool:
+    def _collect(self, record: TensorRecord, out: Output, inputs: list[Source]) -> bool:
         """Makes a record that only collects other tensors' rows, where a ``cat`` put rows one after another."""
         parts = [live for _, part, live in inputs if part.numel()]
         if out.status != "rows" or out.has_columns or not parts:
@@ -460,24 +384,6 @@ class _DtypeNames(dict[torch.dtype, str]):
 _DTYPE_NAMES = _DtypeNames()
 
 
-def _op_info(func: Any) -> _OpInfo:
-    schema = getattr(func, "_schema", None)
-    if schema is None:  # a higher-order op: a compiled region
-        return _OpInfo(func, str(func), ("arg",) * 256, False, False, False, True, False, set())
-    namespace, _, name = schema.name.rpartition("::")
-    return _OpInfo(
-        func=func,
-        name=name if namespace == "aten" else f"{namespace}.{name}",
-        argument_names=tuple(a.name for a in schema.arguments),
-        writes=any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments),
-        is_move=namespace == "aten" and name in MOVES,
-        is_cat=namespace == "aten" and name == "cat",
-        is_hashed=name not in _UNINITIALISED,
-        is_planned=name not in _READS_VALUES,
-        context=_CONTEXT_ARGS.get(name, set()),
-    )
-
-
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -497,24 +403,6 @@ def _first_tensor(value: Any) -> Tensor | None:
             if found is not None:
                 return found
     return None
-
-
-def _keeps_rows(before: Layout | None, after: Layout | None) -> bool:
-    """Whether a move leaves each row's elements complete and in order (features neither cut, repeated nor exchanged)."""
-    if before is None or after is None:
-        return False
-    a, b = lay.feature_sizes(before), lay.feature_sizes(after)
-    if a == b:
-        # Equal sizes can hide an exchange of two feature axes of one size; that is refused, not guessed.
-        return len(set(a)) == len(a)
-    size_a, size_b = int(np.prod(a)), int(np.prod(b))
-    return size_a == size_b and (len(a) <= 1 or len(b) <= 1)
-
-
-def _relation(position: int, source: Layout | None, output: Layout | None, context: set[int]) -> str:
-    if not lay.has_rows(source):
-        return "whole"
-    return "context" if position in context or not lay.has_rows(output) else "row"
 
 
 def _visible(call: Call, rows: lay.Rows, base: int) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,12 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from detlab.divergence.result import Comparison
-from detlab.environment import Environment
 from detlab.errors import UsageError
 from detlab.viz.figures import CONFIG, heatmap, overview
 from detlab.viz.words import escape, first_in_words, number, plural, style, ulps, verdict_words
 
 if TYPE_CHECKING:
+    from detlab.environment import Environment
     from detlab.investigate import Investigation
 
 MAX_ROWS = 50  # of a table; what is left out is counted

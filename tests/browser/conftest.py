@@ -9,14 +9,13 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
+
+from tests.browser.lab import Lab
 
 ROOT = Path(__file__).resolve().parents[2]
 ARTIFACTS = Path(__file__).with_name("artifacts")
@@ -31,27 +30,6 @@ CHROMIUM = [
     "--disable-component-update",
     "--disable-sync",
 ]
-
-
-@dataclass
-class Lab:
-    """A running JupyterLab: its address, its token, and the folder it serves."""
-
-    base: str
-    token: str
-    folder: Path
-
-    def ask(self, path: str, method: str = "GET") -> Any:
-        """Asks the server's REST API; the answer's JSON, or None where it has no body."""
-        request = urllib.request.Request(f"{self.base}{path}", method=method)
-        request.add_header("Authorization", f"token {self.token}")
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            body = answer.read()
-        return json.loads(body) if body else None
-
-    def page(self, name: str) -> str:
-        """Address of a notebook in the Lab."""
-        return f"{self.base}/lab/tree/{name}?token={self.token}"
 
 
 @pytest.fixture
@@ -74,6 +52,10 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     }
     for home in homes.values():
         home.mkdir()
+    # Asking whether news may be fetched would cover a corner of the page.
+    settings = homes["JUPYTERLAB_SETTINGS_DIR"] / "@jupyterlab/apputils-extension/notification.jupyterlab-settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(json.dumps({"fetchNews": "false", "checkForUpdates": False}))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "XDG_"))}
     environment = kept | {name: str(path) for name, path in homes.items()}
     # The models in this user's cache are not downloaded again for the fresh home.
@@ -138,31 +120,6 @@ def _stop(running: Lab, server: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait(STOP_SECONDS)
-
-
-@dataclass
-class Watch:
-    """What a page did besides showing itself: errors on its console, and requests to other hosts."""
-
-    errors: list[str] = field(default_factory=list)
-    outside: list[str] = field(default_factory=list)
-    num_requests: int = 0
-
-    def follow(self, page: Any) -> None:
-        """Listens to a page."""
-        page.on("console", lambda m: self.errors.append(f"{m.text} ({m.location})") if m.type == "error" else None)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", self._requested)
-        page.on("websocket", lambda socket: self._seen(socket.url))
-
-    def _requested(self, request: Any) -> None:
-        self._seen(request.url)
-
-    def _seen(self, url: str) -> None:
-        self.num_requests += 1
-        parts = urlsplit(url)
-        if parts.scheme not in ("data", "blob", "file") and parts.hostname not in ("127.0.0.1", "localhost"):
-            self.outside.append(url)
 
 
 @pytest.fixture

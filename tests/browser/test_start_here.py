@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import Lab, Watch
+from tests.browser.lab import Lab, Watch
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -61,9 +61,13 @@ def test_the_first_notebook_runs_and_its_panel_leads_to_the_op(lab: Lab, browser
 
 
 def wait_for_all_cells(page: Any) -> None:
+    """Returns when every cell has run, or one has failed."""
     page.wait_for_function(
-        """() => window.jupyterapp.shell.currentWidget.content.widgets.every(
-            cell => cell.model.type !== 'code' || cell.model.executionState === 'idle' && cell.model.executionCount)""",
+        """() => {
+            const cells = window.jupyterapp.shell.currentWidget.content.widgets.filter(c => c.model.type === 'code');
+            const failed = cells.some(c => c.model.outputs.toJSON().some(o => o.output_type === 'error'));
+            return failed || cells.every(c => c.model.executionState === 'idle' && c.model.executionCount);
+        }""",
         timeout=RUN_ALL_SECONDS * 1000,
     )
 
@@ -129,7 +133,8 @@ def use_the_panel(page: Any, artifacts: Path) -> None:
             const plot = document.querySelector('.detlab-heatmap .js-plotly-plot');
             const {xaxis, yaxis} = plot._fullLayout, box = plot.getBoundingClientRect();
             const label = yaxis._categories[yaxis._categories.length - 3], position = 5;
-            return [label, position, box.left + xaxis._offset + xaxis.d2p(position), box.top + yaxis._offset + yaxis.d2p(label)];
+            const x = xaxis._offset + xaxis.d2p(position), y = yaxis._offset + yaxis.d2p(label);
+            return [label, position, box.left + x, box.top + y];
         }"""
     )
     plot.scroll_into_view_if_needed()

@@ -1,0 +1,162 @@
+"""What an op will do to rows: found once for given layouts of its inputs and plain arguments, then looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from detlab.trace import layout as lay
+from detlab.trace.layout import Index, Layout
+from detlab.trace.rules import MOVES, propagate
+
+# Arguments that an output row sees beyond its own row: keys, values, and the right-hand side of a batched product.
+_ATTENTION = {1, 2}
+_CONTEXT_ARGS = {
+    "mm": {1}, "bmm": {1}, "addmm": {2}, "baddbmm": {2}, "mv": {1}, "dot": {0, 1}, "cumsum": {0}, "cumprod": {0},
+    "_scaled_dot_product_flash_attention_for_cpu": _ATTENTION, "_scaled_dot_product_flash_attention": _ATTENTION,
+    "_scaled_dot_product_efficient_attention": _ATTENTION, "_scaled_dot_product_cudnn_attention": _ATTENTION,
+    "scaled_dot_product_attention": _ATTENTION, "_scaled_dot_product_fused_attention_overrideable": _ATTENTION,
+}  # fmt: skip
+_UNINITIALISED = {"empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided", "empty_permuted"}
+# Their effect on rows follows from the values of an index.
+_READS_VALUES = {"index", "index_select"}
+
+
+@dataclass(slots=True)
+class OpInfo:
+    """What an op's schema says, looked up once per op."""
+
+    func: Any
+    name: str
+    argument_names: tuple[str, ...]
+    writes: bool
+    is_move: bool
+    is_cat: bool
+    is_hashed: bool
+    is_planned: bool
+    context: set[int]
+
+
+@dataclass(slots=True)
+class Output:
+    """How to treat one output of an op."""
+
+    shape: tuple[int, ...]
+    layout: Layout | None
+    layout_id: int
+    keeps_rows: bool
+    status: str
+    batch: Index | None
+    slots: Index | None  # relative to the call's first query slot
+    has_columns: bool
+    num_rows: int
+    width: int
+    is_flat: bool  # rows are contiguous stretches: a reshape cuts them
+
+
+@dataclass(slots=True)
+class Plan:
+    """What an op does, for given layouts of its inputs and plain arguments."""
+
+    outputs: list[Output]
+    inputs: tuple[tuple[str, str], ...]  # (name, relation)
+    is_move: bool
+
+
+class Layouts:
+    """Numbers layouts, so that a plan's key is a few small integers; 0 is unlaid."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Layout, int] = {}
+
+    def number(self, layout: Layout | None) -> int:
+        """The layout's number."""
+        return 0 if layout is None else self._numbers.setdefault(layout, len(self._numbers) + 1)
+
+    def output(self, tensor: Tensor, layout: Layout | None) -> Output:
+        """How to treat a tensor of this shape and layout."""
+        shape = tuple(tensor.shape)
+        number = self.number(layout)
+        if layout is None or not lay.has_rows(layout):
+            width = shape[-1] if shape else 1
+            num_rows = tensor.numel() // width if width else 0
+            status = "unlaid" if layout is None else "whole"
+            return Output(shape, layout, number, False, status, None, None, False, num_rows, width, True)
+        cut = lay.cut_of(layout)
+        return Output(
+            shape, layout, number, False, "rows", cut.batch, cut.slots, cut.columns is not None, cut.num_rows, cut.width,
+            cut.is_flat,
+        )  # fmt: skip
+
+
+def make_plan(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], sources: Sequence[tuple[int, Layout | None]],
+              outputs: list[Tensor], layout_of: Callable[[Tensor], Layout | None], layouts: Layouts) -> Plan:  # fmt: skip
+    """Finds out what an op does to rows.
+
+    Args:
+        info, args, kwargs: the op and what it was called with.
+        sources: (argument position or -1 for a keyword, layout) of each input tensor, in order.
+        outputs: its output tensors.
+        layout_of: tells an input tensor's layout.
+        layouts: numbers the outputs' layouts.
+    """
+    found = propagate(info.func, args, kwargs, outputs, layout_of)
+    is_move = info.is_move and bool(sources) and not info.writes
+    if info.name == "_to_copy" and sources:
+        is_move = outputs[0].dtype == args[0].dtype
+    made = [layouts.output(tensor, layout) for tensor, layout in zip(outputs, found, strict=True)]
+    for out in made:
+        out.keeps_rows = is_move and _keeps_rows(sources[0][1], out.layout)
+    counts = {position: 0 for position, _ in sources}
+    keywords = iter([name for name, value in kwargs.items() if isinstance(value, Tensor)])
+    named = []
+    for position, layout in sources:
+        if position < 0:
+            name = next(keywords)
+        else:
+            name = info.argument_names[position]
+            if isinstance(args[position], (list, tuple)):
+                name, counts[position] = f"{name}[{counts[position]}]", counts[position] + 1
+        named.append((name, _relation(position, layout, found[0], info.context)))
+    return Plan(made, tuple(named), is_move)
+
+
+def op_info(func: Any) -> OpInfo:
+    """Reads an op's schema."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order op: a compiled region
+        return OpInfo(func, str(func), ("arg",) * 256, False, False, False, True, False, set())
+    namespace, _, name = schema.name.rpartition("::")
+    return OpInfo(
+        func=func,
+        name=name if namespace == "aten" else f"{namespace}.{name}",
+        argument_names=tuple(a.name for a in schema.arguments),
+        writes=any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments),
+        is_move=namespace == "aten" and name in MOVES,
+        is_cat=namespace == "aten" and name == "cat",
+        is_hashed=name not in _UNINITIALISED,
+        is_planned=name not in _READS_VALUES,
+        context=_CONTEXT_ARGS.get(name, set()),
+    )
+
+
+def _keeps_rows(before: Layout | None, after: Layout | None) -> bool:
+    """Whether a move leaves each row's elements complete and in order (features neither cut, repeated nor exchanged)."""
+    if before is None or after is None:
+        return False
+    a, b = lay.feature_sizes(before), lay.feature_sizes(after)
+    if a == b:
+        # Equal sizes can hide an exchange of two feature axes of one size; that is refused, not guessed.
+        return len(set(a)) == len(a)
+    size_a, size_b = int(np.prod(a)), int(np.prod(b))
+    return size_a == size_b and (len(a) <= 1 or len(b) <= 1)
+
+
+def _relation(position: int, source: Layout | None, output: Layout | None, context: set[int]) -> str:
+    if not lay.has_rows(source):
+        return "whole"
+    return "context" if position in context or not lay.has_rows(output) else "row"
