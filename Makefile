@@ -58,7 +58,7 @@ $(STAMP): requirements.lock pyproject.toml
 lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(VENV_PYTHON) -m detlab lab
 
-demo: $(STAMP) ## find, explain and fix one divergence in the terminal
+demo: $(STAMP) ## find one divergence in the terminal; writes report.html
 	$(VENV_PYTHON) -m detlab demo
 
 check: $(STAMP) ## lint, types and the fast tests

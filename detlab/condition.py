@@ -77,11 +77,13 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Reads a condition from text, such as ``"batch_size=8,padding_side=left"``; "" is the default condition.
+        """Reads a condition from text, such as ``"batch_size=8,padding_side=left"``; "" or "default" is the default condition.
 
         Raises:
             ConditionError: a key is unknown or given twice, or a value is not possible.
         """
+        if text.strip() == "default":  # what str() says of it
+            return cls()
         fields = {f.name: f for f in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):

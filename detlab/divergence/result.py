@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,8 @@ class Divergence:
         """Plain values."""
         data = asdict(self)
         data.pop("op_index")
+        if self.max_abs is not None and not math.isfinite(self.max_abs):
+            data["max_abs"] = "inf"  # JSON has no infinity
         return data | {"inputs_matched": self.inputs_matched}
 
     def __str__(self) -> str:

@@ -6,8 +6,8 @@ over token slots, and which over features, so that a tensor of any shape can be 
 
 A dimension is a tuple of atoms, slowest first: ``[B*T, 576]`` is ``((batch, token), (feature,))``. Atoms of batch and
 token carry the indices they walk over (``hidden[:, -1:]`` walks over the last slot only); token slots count from the first
-token that the current call computes, so that cached slots are negative and every decode step has the same layouts. A layout that
-cannot be followed is ``None`` (*unlaid*): the trace says so and the comparison never guesses.
+token that the current call computes, so that cached slots are negative and every decode step has the same layouts. A
+layout that cannot be followed is ``None`` (*unlaid*): the trace says so and the comparison never guesses.
 """
 
 from __future__ import annotations

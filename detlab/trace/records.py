@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,11 +70,18 @@ class Call:
     def row_names(self, batch: Index | None, slots: Index | None) -> tuple[Array, Array]:
         """Names the rows of a tensor: (prompt, position), each int64 [len(batch) * len(slots)]; -1 where there is none.
 
-        A missing batch axis (a tensor broadcast over the batch) belongs to every prompt and is named by batch row 0 where
-        all rows agree; a missing token axis leaves the position at -2, "the whole prompt".
+        A tensor without a batch axis is broadcast over the batch: it is named by the first prompt where all prompts hold the
+        same positions, and not at all where padding sets them apart. A missing token axis leaves the position at -2, "the
+        whole prompt".
         """
-        rows = np.arange(1) if batch is None else np.asarray(batch)
-        prompts = self.prompts[rows]
+        if batch is None:
+            served = np.flatnonzero(self.prompts >= 0)
+            agree = len(served) and (self.positions[served] == self.positions[served[:1]]).all()
+            rows = served[:1] if agree else np.zeros(1, np.int64)
+            prompts = self.prompts[rows] if agree else np.full(1, -1)
+        else:
+            rows = np.asarray(batch)
+            prompts = self.prompts[rows]
         if slots is None:
             return prompts.astype(np.int64), np.where(prompts < 0, -1, -2).astype(np.int64)
         columns = np.asarray(slots)
@@ -219,6 +227,12 @@ class Trace:
             for op in self.ops
             if not op.is_view and op.module != "(outside)" and any(self.tensors[o].status == "unlaid" for o in op.outputs)
         ]
+
+    def save(self, path: str | Path) -> Path:
+        """Saves the trace in a folder that `load_trace` reads; `Run.save` saves a whole run."""
+        from detlab.trace.store import save_trace  # the store builds on these records
+
+        return save_trace(self, path)
 
     def summary(self) -> str:
         """One line in words: calls, ops, rows, and what is unlaid."""

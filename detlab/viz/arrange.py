@@ -72,9 +72,7 @@ def arrange(grid: Grid, most: int = 400) -> Arrangement:
         groups.setdefault(key, []).append(i)
     members = list(groups.values())
     labels = [
-        names[rows[0]]
-        if len(rows) == 1
-        else f"{f'layer {key}' if str(key).isdigit() else key} · {len(rows)} ops"
+        names[rows[0]] if len(rows) == 1 else f"{f'layer {key}' if str(key).isdigit() else key} · {len(rows)} ops"
         for key, rows in groups.items()
     ]
     limit = max(1, min(MAX_COLUMNS, MAX_CELLS // max(1, len(members))))

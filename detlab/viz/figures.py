@@ -62,13 +62,11 @@ def prompt_number(comparison: Comparison, prompt: int | str | None) -> int:
     if isinstance(prompt, int) and not isinstance(prompt, bool) and 0 <= prompt < len(ids):
         return prompt
     known = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-    raise UsageError(
-        f"there is no prompt {prompt!r}; give a number from 0 to {len(ids) - 1}, or one of: {known}."
-    )
+    raise UsageError(f"there is no prompt {prompt!r}; give a number from 0 to {len(ids) - 1}, or one of: {known}.")
 
 
-def draw(comparison: Comparison, grid: Grid, plan: Arrangement) -> go.Figure:
-    """Draws a grid that has been arranged."""
+def draw(comparison: Comparison, grid: Grid, plan: Arrangement, height: int = 1000) -> go.Figure:
+    """Draws a grid that has been arranged, up to ``height`` pixels tall."""
     figure = go.Figure()
     ids = comparison.prompt_ids
     names = (
@@ -80,7 +78,7 @@ def draw(comparison: Comparison, grid: Grid, plan: Arrangement) -> go.Figure:
     if plan.notes:
         title += f"<br><sub>{plotly_text('; '.join(plan.notes), 200)}</sub>"
     num_lines = len(plan.labels)
-    _style(figure, title, height=int(np.clip(190 + 12 * num_lines, 380, 1000)))
+    _style(figure, title, height=int(np.clip(190 + 12 * num_lines, 380, height)))
     if not plan.state.any():
         _say(figure, "no row of this prompt was computed in both runs")
         return figure
@@ -119,11 +117,7 @@ def _cells(figure: go.Figure, plan: Arrangement, labels: list[str]) -> None:
     size = plan.max_abs
     known = ~np.isnan(size)
     x = plan.positions
-    where = (
-        "%{y}<br>position %{x}"
-        if plan.width == 1
-        else f"%{{y}}<br>positions from %{{x}}, {plan.width} together"
-    )
+    where = "%{y}<br>position %{x}" if plan.width == 1 else f"%{{y}}<br>positions from %{{x}}, {plan.width} together"
 
     def add(mask: Array, colour: str, name: str, words: str) -> None:
         if mask.any():
@@ -170,7 +164,7 @@ def _cells(figure: go.Figure, plan: Arrangement, labels: list[str]) -> None:
             "cmin": low,
             "cmax": high,
             "colorbar": {
-                "title": {"text": "largest<br>|a − b|"},
+                "title": {"text": "largest<br>|a − b|<br> "},
                 "tickvals": ticks,
                 "ticktext": [f"1e{t}" for t in ticks],
                 "len": min(1.0, 320 / figure.layout.height),
@@ -243,9 +237,7 @@ def overview(comparison: Comparison) -> go.Figure:
     shares = _shares(comparison)
     position, sizes = _growth(comparison)
     at = "" if position is None else f", position {position}"
-    figure = make_subplots(
-        1, 2, horizontal_spacing=0.12, subplot_titles=("rows that differ", f"largest |a − b|{at}")
-    )
+    figure = make_subplots(1, 2, horizontal_spacing=0.12, subplot_titles=("rows that differ", f"largest |a − b|{at}"))
     _style(figure, "", height=300)
     names = [plotly_text(name, 24) for name in shares]
     figure.add_bar(
@@ -271,9 +263,7 @@ def overview(comparison: Comparison) -> go.Figure:
             col=2,
         )
         figure.update_xaxes(categoryorder="array", categoryarray=names, row=1, col=2)
-    figure.update_yaxes(
-        type="log", exponentformat="power", dtick=1 if _decades(sizes) <= 6 else 2, row=1, col=2
-    )
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1 if _decades(sizes) <= 6 else 2, row=1, col=2)
     if not sizes:
         words = "nothing differs" if comparison.first is None else "sizes were not measured"
         figure.add_annotation(text=words, showarrow=False, x=0.5, y=0.5, xref="x2 domain", yref="y2 domain")
@@ -347,8 +337,6 @@ def _style(figure: go.Figure, title: str, height: int) -> None:
 
 
 def _say(figure: go.Figure, words: str) -> None:
-    figure.add_annotation(
-        text=words, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font={"size": 14}
-    )
+    figure.add_annotation(text=words, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font={"size": 14})
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)

@@ -54,22 +54,16 @@ def write_report(investigation: Investigation, path: str | os.PathLike[str]) -> 
     """
     target = Path(path).expanduser()
     if target.is_dir():
-        raise UsageError(
-            f"write_report needs a file; {target} is a folder. Give a name, such as {target / 'report.html'}."
-        )
+        raise UsageError(f"write_report needs a file; {target} is a folder. Give a name, such as {target / 'report.html'}.")
     if not target.parent.is_dir():
-        raise UsageError(
-            f"write_report cannot write {target}: the folder {target.parent} does not exist. Make it first."
-        )
+        raise UsageError(f"write_report cannot write {target}: the folder {target.parent} does not exist. Make it first.")
     text = report_html(investigation)
     fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         fresh.write_text(text, encoding="utf-8")
         os.replace(fresh, target)
     except OSError as error:
-        raise UsageError(
-            f"write_report cannot write {target}: {error.strerror}. Nothing was written."
-        ) from error
+        raise UsageError(f"write_report cannot write {target}: {error.strerror}. Nothing was written.") from error
     finally:
         fresh.unlink(missing_ok=True)
     return target
@@ -109,8 +103,7 @@ def report_html(investigation: Investigation) -> str:
     ]
     scripts = [get_plotlyjs(), _DRAW]
     data = [
-        f'<script type="application/json" data-figure="{name}">{_json(figure)}</script>'
-        for name, figure in figures.items()
+        f'<script type="application/json" data-figure="{name}">{_json(figure)}</script>' for name, figure in figures.items()
     ]
     title = f"{verdict.headline}: {comparison.label_a} against {comparison.label_b}"
     return "\n".join(
@@ -131,22 +124,14 @@ def report_html(investigation: Investigation) -> str:
 
 def _policy(scripts: Iterable[str]) -> str:
     """Nothing may be loaded; these scripts may run, and no other."""
-    hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-        for script in scripts
-    )
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts)
     rest = "img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     return f"default-src 'none'; script-src {hashes}; {rest}"
 
 
 def _json(figure: go.Figure) -> str:
     """A figure as JSON that cannot end the script element it stands in."""
-    return (
-        str(figure.to_json())
-        .replace("<", "\\u003c")
-        .replace("\u2028", "\\u2028")
-        .replace("\u2029", "\\u2029")
-    )
+    return str(figure.to_json()).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _place(name: str, words: str) -> str:
@@ -157,16 +142,11 @@ def _place(name: str, words: str) -> str:
     )
 
 
-def _table(
-    caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()
-) -> str:
+def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
     """A table of plain text, escaped here; ``numbers`` are the columns set flush right."""
     lines = "".join(
         "<tr>"
-        + "".join(
-            f'<td class="n">{escape(c)}</td>' if i in numbers else f"<td>{escape(c)}</td>"
-            for i, c in enumerate(row)
-        )
+        + "".join(f'<td class="n">{escape(c)}</td>' if i in numbers else f"<td>{escape(c)}</td>" for i, c in enumerate(row))
         + "</tr>"
         for row in rows
     )
@@ -187,9 +167,7 @@ def _question(investigation: Investigation) -> str:
     return (
         f"<p>One model answered the same {plural(len(ids), 'prompt')} ({escape(named)}) twice, "
         f"decoding {plural(steps, 'token')} each.</p>"
-        + _table(
-            "The two conditions", ("run", "condition"), (("a", comparison.label_a), ("b", comparison.label_b))
-        )
+        + _table("The two conditions", ("run", "condition"), (("a", comparison.label_a), ("b", comparison.label_b)))
     )
 
 
@@ -199,9 +177,7 @@ def _controls(comparison: Comparison) -> str:
         "a_repeated": "condition a, executed twice, gives the same bits",
         "b_repeated": "condition b, executed twice, gives the same bits",
     }
-    rows = [
-        (meaning.get(name, name.replace("_", " ")), words[held]) for name, held in comparison.controls.items()
-    ]
+    rows = [(meaning.get(name, name.replace("_", " ")), words[held]) for name, held in comparison.controls.items()]
     if not rows:
         return "<p>No control was run.</p>"
     return _table(
@@ -284,13 +260,9 @@ def _limits(comparison: Comparison) -> list[str]:
     if len(comparison.prompt_ids) > 1:
         items.append(f"The heatmap shows one of {len(comparison.prompt_ids)} prompts.")
     if comparison.sizes:
-        items.append(
-            "Sizes were measured for that prompt; elsewhere a difference is known and its size is not."
-        )
+        items.append("Sizes were measured for that prompt; elsewhere a difference is known and its size is not.")
     if comparison.teacher_forced:
-        items.append(
-            "The texts part, so run b was fed the tokens of run a while ops were compared (teacher forcing)."
-        )
+        items.append("The texts part, so run b was fed the tokens of run a while ops were compared (teacher forcing).")
     if any(comparison.num_nan):
         items.append(f"Logits that are NaN: {comparison.num_nan[0]:,} in a, {comparison.num_nan[1]:,} in b.")
     return items + list(comparison.notes)

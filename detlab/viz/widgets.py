@@ -36,7 +36,8 @@ Progress = Callable[[int, int, str], None]
 Investigate = Callable[[str, str, Progress], "Investigation"]
 
 BATCH_SIZES = (1, 2, 4, 6, 8)
-_OWN, _NONE = "model's own", "none"
+_OWN, _NO_SIDE = "model's own", "no padding"  # words, since a dropdown shows None as nothing
+HEIGHT = 560  # of the heatmap, so that verdict and detail stay near
 
 
 class Explorer:
@@ -68,17 +69,13 @@ class Explorer:
         self._investigate = investigate
         self._choices = {"a": _Choice("a", Condition.parse(a)), "b": _Choice("b", Condition.parse(b))}
         self._run = _button()
-        self._progress = ipywidgets.IntProgress(
-            value=0, min=0, max=1, layout={"width": "240px", "visibility": "hidden"}
-        )
+        self._progress = ipywidgets.IntProgress(value=0, min=0, max=1, layout={"width": "240px", "display": "none"})
         self._progress.add_class("detlab-progress")
         self._status = _html("detlab-status")
         self._verdict = _html("detlab-verdict")
         self._view = _View()
         self._run.on_click(self._clicked)
-        conditions = ipywidgets.HBox(
-            [c.box for c in self._choices.values()], layout={"flex_flow": "row wrap"}
-        )
+        conditions = ipywidgets.HBox([c.box for c in self._choices.values()], layout={"flex_flow": "row wrap"})
         bar = ipywidgets.HBox(
             [self._run, self._progress, self._status],
             layout={"align_items": "center", "flex_flow": "row wrap"},
@@ -100,7 +97,7 @@ class Explorer:
 
     def _clicked(self, _: object) -> None:
         self._run.disabled = True
-        self._progress.value, self._progress.layout.visibility = 0, "visible"
+        self._progress.value, self._progress.layout.display = 0, ""
         self._status.value, self._verdict.value = "running", ""
         self._view.clear()
         try:
@@ -117,7 +114,7 @@ class Explorer:
             raise
         finally:
             self._run.disabled = False
-            self._progress.layout.visibility = "hidden"
+            self._progress.layout.display = "none"
 
     def _report(self, done: int, total: int, what: str) -> None:
         self._progress.max, self._progress.value = max(1, total), done
@@ -137,7 +134,7 @@ class Explorer:
         if flips:
             lines.append(f"{flips} of {plural(len(comparison.prompt_ids), 'prompt')} got another token.")
         lines.append("Controls: " + _controls(comparison))
-        lines += [f"Note: {note}." for note in comparison.notes]
+        lines += [f"Note: {note}" for note in comparison.notes]
         self._answer(words.css, f"{words.sign} {words.headline}", lines)
         self._status.value = f"done: {comparison.rows_compared:,} rows compared"
 
@@ -155,11 +152,9 @@ class _Choice:
         sizes = sorted({*BATCH_SIZES, start.batch_size})
         # Settings that have no control here are kept as they were given.
         known = ("batch_size", "padding_side", "padding", "attention", "cache")
-        self._rest = [
-            part for part in str(start).split(",") if "=" in part and part.split("=")[0] not in known
-        ]
+        self._rest = [part for part in str(start).split(",") if "=" in part and part.split("=")[0] not in known]
         self.batch_size = _dropdown("batch size", sizes, start.batch_size)
-        self.padding_side = _dropdown("padding side", [(_NONE, None), "left", "right"], start.padding_side)
+        self.padding_side = _dropdown("padding side", [_NO_SIDE, "left", "right"], start.padding_side or _NO_SIDE)
         self.padding = ipywidgets.BoundedIntText(
             value=start.padding,
             min=0,
@@ -168,16 +163,14 @@ class _Choice:
             style={"description_width": "90px"},
             layout={"width": "250px"},
         )
-        self.attention = _dropdown("attention", [(_OWN, None), "sdpa", "eager"], start.attention)
+        self.attention = _dropdown("attention", [_OWN, "sdpa", "eager"], start.attention or _OWN)
         self.cache = _dropdown("cache", ["dynamic", "none"], start.cache)
         controls = {n: getattr(self, n) for n in known}
         for key, control in controls.items():
             control.add_class(f"detlab-{name}-{key.replace('_', '-')}")
             control.observe(self._changed, "value")
         self._echo = _html(f"detlab-{name}-echo")
-        self.box = ipywidgets.VBox(
-            [_html("detlab-title", f"<h4>Run {name}</h4>"), *controls.values(), self._echo]
-        )
+        self.box = ipywidgets.VBox([_html("detlab-title", f"<h4>Run {name}</h4>"), *controls.values(), self._echo])
         self.box.add_class("detlab-condition")
         self._changed()
 
@@ -185,11 +178,11 @@ class _Choice:
     def text(self) -> str:
         """The condition as text; it may be impossible, which `Condition.parse` then says."""
         parts = [f"batch_size={self.batch_size.value}"]
-        if self.padding_side.value is not None:
+        if self.padding_side.value != _NO_SIDE:
             parts.append(f"padding_side={self.padding_side.value}")
         if self.padding.value:
             parts.append(f"padding={self.padding.value}")
-        if self.attention.value is not None:
+        if self.attention.value != _OWN:
             parts.append(f"attention={self.attention.value}")
         if self.cache.value != "dynamic":
             parts.append(f"cache={self.cache.value}")
@@ -212,22 +205,21 @@ class _View:
         self._grid: Grid | None = None
         self._plan: Arrangement | None = None
         self._cells: Cells | None = None
-        self._figure: Any = None
+        self._figure = go.FigureWidget(layout={"height": HEIGHT})
+        self._figure._config = dict(CONFIG)
         self._is_filling = False
         self.prompt = _dropdown("prompt", [], None, "detlab-prompt")
         self.op = _dropdown("op", [], None, "detlab-op", width="520px")
         self.position = _dropdown("position", [], None, "detlab-position")
         self.detail = _html("detlab-detail")
-        self._place = ipywidgets.VBox([])
+        self._place = ipywidgets.VBox([self._figure])
         self._place.add_class("detlab-heatmap")
         self.prompt.observe(self._prompt_chosen, "value")
         self.op.observe(self._cell_chosen, "value")
         self.position.observe(self._cell_chosen, "value")
         pick = ipywidgets.HBox([self.op, self.position], layout={"flex_flow": "row wrap"})
         hint = _html("detlab-hint", "<h4>One op at one position</h4>Click a cell above, or choose here.")
-        self.box = ipywidgets.VBox(
-            [self.prompt, self._place, hint, pick, self.detail], layout={"display": "none"}
-        )
+        self.box = ipywidgets.VBox([self.prompt, self._place, hint, pick, self.detail], layout={"display": "none"})
 
     def clear(self) -> None:
         self.box.layout.display = "none"
@@ -235,12 +227,10 @@ class _View:
     def show(self, comparison: Comparison) -> None:
         self._comparison = comparison
         start = comparison.first.prompt if comparison.first else 0
-        self._fill(
-            lambda: self._options(self.prompt, [(i, n) for n, i in enumerate(comparison.prompt_ids)], start)
-        )
+        self._fill(lambda: self._options(self.prompt, [(i, n) for n, i in enumerate(comparison.prompt_ids)], start))
         self.prompt.layout.display = "" if len(comparison.prompt_ids) > 1 else "none"
+        self.box.layout.display = ""  # before drawing: a figure takes the width of the place it is in
         self._draw(start)
-        self.box.layout.display = ""
 
     def _draw(self, prompt: int) -> None:
         comparison = self._comparison
@@ -248,7 +238,7 @@ class _View:
         self._grid = grid = comparison.grid(prompt)
         self._plan = plan = arrange(grid)
         self._cells = Cells(comparison, prompt)
-        self._show_figure(draw(comparison, grid, plan))
+        self._show_figure(draw(comparison, grid, plan, HEIGHT))
         if not grid.ops:
             self.detail.value = "This prompt has no row that was computed in both runs."
             return
@@ -266,15 +256,10 @@ class _View:
 
     def _show_figure(self, figure: go.Figure) -> None:
         """Puts a figure into the one FigureWidget: each new widget would send plotly.js (5 MB) again."""
-        if self._figure is None:
-            self._figure = go.FigureWidget(figure)
-            self._figure._config = dict(CONFIG)
-            self._place.children = (self._figure,)
-        else:
-            with self._figure.batch_update():
-                self._figure.data = ()
-                self._figure.layout = figure.layout
-                self._figure.add_traces(figure.data)
+        with self._figure.batch_update():
+            self._figure.data = ()
+            self._figure.layout = figure.layout
+            self._figure.add_traces(figure.data)
         for trace in self._figure.data:
             if trace.hovertemplate:
                 trace.on_click(self._heatmap_clicked)
@@ -302,9 +287,7 @@ class _View:
         if self._is_filling or self._cells is None or self.op.value is None or self.position.value is None:
             return
         rows = cell_rows(self._cells.cell(self.op.value, self.position.value))
-        lines = "".join(
-            f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows
-        )
+        lines = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
         self.detail.value = f"<table>{lines}</table>"
 
     def _fill(self, change: Callable[[], None]) -> None:
@@ -322,9 +305,7 @@ class _View:
 
 
 def _button() -> Any:
-    button = ipywidgets.Button(
-        description="Run", button_style="primary", tooltip="Run both conditions and compare them"
-    )
+    button = ipywidgets.Button(description="Run", button_style="primary", tooltip="Run both conditions and compare them")
     button.add_class("detlab-run")
     return button
 
@@ -335,9 +316,7 @@ def _html(css: str, value: str = "") -> Any:
     return widget
 
 
-def _dropdown(
-    description: str, options: Sequence[Any], value: Any, css: str = "", width: str = "250px"
-) -> Any:
+def _dropdown(description: str, options: Sequence[Any], value: Any, css: str = "", width: str = "250px") -> Any:
     control = ipywidgets.Dropdown(
         options=options,
         description=description,
@@ -353,10 +332,7 @@ def _dropdown(
 
 def _controls(comparison: Comparison) -> str:
     held = {True: "held", False: "FAILED", None: "not run"}
-    return (
-        ", ".join(f"{name.replace('_', ' ')} {held[value]}" for name, value in comparison.controls.items())
-        + "."
-    )
+    return ", ".join(f"{name.replace('_', ' ')} {held[value]}" for name, value in comparison.controls.items()) + "."
 
 
 def _prompts(prompts: Sequence[object]) -> str:

@@ -37,12 +37,8 @@ class Verdict:
 
 
 _VERDICTS = {
-    "identical": Verdict(
-        "=", "Identical", "All rows that were compared are bitwise equal in both runs.", "identical"
-    ),
-    "diverged": Verdict(
-        "≠", "Diverged", "At least one row that both runs computed has other bits.", "diverged"
-    ),
+    "identical": Verdict("=", "Identical", "All rows that were compared are bitwise equal in both runs.", "identical"),
+    "diverged": Verdict("≠", "Diverged", "At least one row that both runs computed has other bits.", "diverged"),
     "control_flow": Verdict(
         "⑂",
         "Control flow",
@@ -150,9 +146,7 @@ def first_in_words(comparison: Comparison) -> str:
             "itself computed other bits."
         )
     elif comparison.verdict == "control_flow":
-        why = (
-            "Its input was made by another op in each run: they took different code paths before this point."
-        )
+        why = "Its input was made by another op in each run: they took different code paths before this point."
     else:
         why = "An input already differed, and what made it could not be compared itself."
     return f"{first}. {why}"
@@ -281,9 +275,5 @@ def _inputs(cell: Cell) -> str:
         return "an input already differed at this position (elsewhere in this op they matched)"
     differs = [name for name, state in named.items() if state == "differs"] or ["an input"]
     source = f", made by {entry.source}" if entry.source else ""
-    where = (
-        ""
-        if entry.position == cell.position
-        else f" (seen at position {entry.position}, where this op first differs)"
-    )
+    where = "" if entry.position == cell.position else f" (seen at position {entry.position}, where this op first differs)"
     return f"{', '.join(differs)} already differed{source}{where}{tail}"

@@ -26,7 +26,7 @@ def command(page: Any, name: str, arguments: dict[str, Any] | None = None) -> No
 
 
 def test_the_first_notebook_runs_and_its_panel_leads_to_the_op(lab: Lab, browser: Any, artifacts: Path) -> None:
-    context = browser.new_context(viewport={"width": 1400, "height": 1000})
+    context = browser.new_context(viewport={"width": 1400, "height": 1500})
     page = context.new_page()
     page.set_default_timeout(STEP_SECONDS * 1000)
     watch = Watch()
@@ -40,8 +40,12 @@ def test_the_first_notebook_runs_and_its_panel_leads_to_the_op(lab: Lab, browser
         assert cell_errors(page) == []
         page.screenshot(path=artifacts / "after-run-all.png")
 
+        scroll_to(page, "viz.overview(")
+        page.locator(".jp-OutputArea .js-plotly-plot .heatmaplayer image").first.wait_for()
+        page.screenshot(path=artifacts / "figures.png")
+
         panel = page.locator(".detlab-explorer").first
-        scroll_to_panel(page)
+        scroll_to(page, "viz.Explorer(")
         panel.wait_for(state="visible")
         page.screenshot(path=artifacts / "panel.png")
         use_the_panel(page, artifacts)
@@ -80,15 +84,16 @@ def cell_errors(page: Any) -> list[str]:
     return outputs
 
 
-def scroll_to_panel(page: Any) -> None:
-    """Brings the panel's cell into view: the Lab builds cells only when they come near."""
+def scroll_to(page: Any, source: str) -> None:
+    """Brings a cell into view: the Lab builds cells only when they come near."""
     page.evaluate(
-        """async () => {
+        """async source => {
             const book = window.jupyterapp.shell.currentWidget.content;
-            const at = book.widgets.findIndex(cell => cell.model.sharedModel.source.includes('viz.Explorer('));
+            const at = book.widgets.findIndex(cell => cell.model.sharedModel.source.includes(source));
             book.activeCellIndex = at;
             await book.scrollToItem(at, 'start');
-        }"""
+        }""",
+        source,
     )
 
 
@@ -128,6 +133,7 @@ def use_the_panel(page: Any, artifacts: Path) -> None:
     assert "bit-identical" in detail.inner_text()
 
     # Through the heatmap: the cell under the pointer is the one that is told about.
+    plot.scroll_into_view_if_needed()
     label, position, x, y = page.evaluate(
         """() => {
             const plot = document.querySelector('.detlab-heatmap .js-plotly-plot');
@@ -137,9 +143,6 @@ def use_the_panel(page: Any, artifacts: Path) -> None:
             return [label, position, box.left + x, box.top + y];
         }"""
     )
-    plot.scroll_into_view_if_needed()
-    moved = page.evaluate("() => document.querySelector('.detlab-heatmap .js-plotly-plot').getBoundingClientRect().top")
-    del moved
     page.mouse.move(x, y)
     page.mouse.click(x, y)
     detail.locator("td", has_text=f"position {position}").wait_for()
