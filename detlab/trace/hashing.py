@@ -20,49 +20,61 @@ class Hasher:
     """Collects rows to be hashed and writes digests into their records on `flush`."""
 
     def __init__(self) -> None:
-        self._pending: dict[tuple[torch.dtype, int], list[tuple[TensorRecord, Tensor]]] = {}
+        self._pending: dict[tuple[torch.dtype, torch.Size], list[tuple[TensorRecord, Tensor]]] = {}
         self._pending_bytes = 0
-        self._staged: dict[int, list[tuple[TensorRecord, Tensor]]] = {}
+        self._staged: list[tuple[list[TensorRecord], int, Tensor]] = []
 
-    def add(self, record: TensorRecord, grid: Tensor) -> None:
-        """Hashes [num_rows, width] now, or later where it is small; the caller flushes before anything is overwritten."""
-        size = grid.numel() * grid.element_size()
+    def add(self, record: TensorRecord, tensor: Tensor, num_rows: int, width: int) -> None:
+        """Hashes a tensor's rows, now, or later where it is small; the caller flushes before anything is overwritten.
+
+        Args:
+            record: gets the digests.
+            tensor: a reshape to [num_rows, width] gives its rows.
+            num_rows, width: its rows.
+        """
+        size = num_rows * width * tensor.element_size()
         if size > SMALL_BYTES:
-            self.add_projections(record, bits.project_rows(grid))
+            self.add_projections(record, bits.project_rows(tensor.reshape(num_rows, width)))
             return
-        key = (grid.dtype, grid.shape[1])
+        key = (tensor.dtype, tensor.shape)
         waiting = self._pending.get(key)
         if waiting is None:
             waiting = self._pending[key] = []
-        waiting.append((record, grid))
+        # One shape can stand for rows of different widths (a batch row of a mask, a token's row of a score).
+        if waiting and waiting[0][0].width != width:
+            self.flush()
+            waiting = self._pending.setdefault(key, [])
+        waiting.append((record, tensor))
         self._pending_bytes += size
         if self._pending_bytes > PENDING_BYTES:
             self.flush()
 
     def add_projections(self, record: TensorRecord, projections: Tensor) -> None:
         """Takes projections that were computed already."""
-        self._staged.setdefault(projections.shape[1], []).append((record, projections))
+        self._staged.append(([record], projections.shape[0], projections))
 
     def flush(self) -> None:
         """Hashes what waits and fills in all records."""
         for entries in self._pending.values():
-            grids = [grid for _, grid in entries]
-            projections = bits.project_rows(grids[0] if len(grids) == 1 else torch.cat(grids))
-            start = 0
-            for record, grid in entries:
-                end = start + grid.shape[0]
-                self.add_projections(record, projections[start:end])
-                start = end
+            if not entries:
+                continue
+            record, tensor = entries[0]
+            stacked = tensor if len(entries) == 1 else torch.stack([tensor for _, tensor in entries])
+            projections = bits.project_rows(stacked.reshape(-1, record.width))
+            self._staged.append(([record for record, _ in entries], projections.shape[0] // len(entries), projections))
         self._pending.clear()
         self._pending_bytes = 0
-        for staged in self._staged.values():
-            digests = bits.fold(torch.cat([projections for _, projections in staged]))
-            start = 0
-            for record, projections in staged:
-                end = start + projections.shape[0]
-                record.digests = digests[start:end]
-                start = end
+        widths: dict[int, list[tuple[list[TensorRecord], int, Tensor]]] = {}
+        for entry in self._staged:
+            widths.setdefault(entry[2].shape[1], []).append(entry)
         self._staged.clear()
+        for staged in widths.values():
+            digests = bits.fold(torch.cat([projections for _, _, projections in staged]))
+            start = 0
+            for records, num_rows, _ in staged:
+                for record in records:
+                    record.digests = digests[start : start + num_rows]
+                    start += num_rows
 
 
 _parameter_digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

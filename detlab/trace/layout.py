@@ -74,6 +74,9 @@ def _take(index: Index, where: slice | Sequence[int]) -> Index:
 
 def join(parts: Sequence[Index]) -> Index:
     """Concatenates indices, as one range where they follow one another."""
+    parts = [part for part in parts if len(part)] or [range(0)]
+    if len(parts) == 1:
+        return parts[0]
     if all(isinstance(part, range) and part.step == 1 for part in parts):
         if all(a[-1] + 1 == b[0] for a, b in zip(parts, parts[1:], strict=False)):
             return range(parts[0][0], parts[-1][-1] + 1)
@@ -99,14 +102,24 @@ def take(dim: Dim, where: slice | Sequence[int]) -> Dim | None:
 
 
 def merge(dims: Sequence[Dim], size: int) -> Dim | None:
-    """One dimension out of several aligned ones (broadcasting); None where two of them disagree about its rows."""
+    """One dimension out of several aligned ones (broadcasting); None where two of them disagree about its rows.
+
+    A single row that is repeated to ``size`` stays that row, with ``size`` copies as its features.
+    """
     chosen: Dim | None = None
+    repeated: Dim = ()
     for dim in dims:
-        if labelled(dim) and dim_size(dim) == size:
+        if not labelled(dim):
+            continue
+        if dim_size(dim) == size:
             if chosen is not None and chosen != dim:
                 return None
             chosen = dim
-    return feature(size) if chosen is None else chosen
+        elif dim_size(dim) == 1:
+            if repeated and repeated != dim:
+                return None
+            repeated = dim
+    return repeated + feature(size) if chosen is None else chosen
 
 
 def broadcast(layouts: Sequence[Layout], shape: Sequence[int]) -> Layout | None:

@@ -25,7 +25,7 @@ from detlab.trace.calls import NAMED_BY_ROWS, CallContext, begin_call, cache_ten
 from detlab.trace.hashing import Hasher, parameter_digest
 from detlab.trace.layout import Layout
 from detlab.trace.plans import Layouts, OpInfo, Output, Plan, make_plan, op_info
-from detlab.trace.records import Call, ModuleRecord, OpRecord, TensorRecord, Trace
+from detlab.trace.records import NO_DIGESTS, Call, ModuleRecord, OpRecord, TensorRecord, Trace
 
 #: Called for each tensor computed: its op, record, value, layout and call.
 Observer = Callable[[OpRecord, TensorRecord, Tensor, Layout | None, Call | None], None]
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             info = self._infos[func] = op_info(func)
         self._paused = True
         try:
-            inputs, key = self._resolve_inputs(info, args, kwargs)
+            inputs, key = self._resolve_inputs(func, args, kwargs)
             if info.writes:
                 self._hasher.flush()  # an output that waits to be hashed may be about to change
             result = func(*args, **kwargs)
@@ -189,12 +189,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused = False
         return result
 
-    def _resolve_inputs(
-        self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Source], Any]:
+    def _resolve_inputs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Source], list[Any]]:
         """The tensors among the arguments with their records, and a key for what the op will do to rows."""
         found: list[Source] = []
-        key: list[Any] = [info.func]
+        key: list[Any] = [func]
         for position, value in enumerate(args):
             if isinstance(value, Tensor):
                 live = self._resolve(value)
@@ -219,30 +217,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 key.append(live.layout_id or tuple(value.shape))
             else:
                 key.append(tuple(value) if isinstance(value, list) else value)
-        if not info.is_planned:
-            return found, None
-        cast = tuple(key)
-        try:
-            hash(cast)
-        except TypeError:  # an argument that cannot be a key
-            return found, None
-        return found, cast
+        return found, key
 
     def _is_current(self, known: _Live, tensor: Tensor) -> bool:
-        version = 0 if tensor.is_inference() else tensor._version
+        version = _version(tensor)
         return known.ref() is tensor and (version == known.version or version == known.other_version)
 
     def _resolve(self, tensor: Tensor) -> _Live:
         """The live record of an input, made now where it was not seen before or has changed since."""
         known = self._live.get(id(tensor))
         if known is not None and known.ref() is tensor:
-            if self._is_current(known, tensor):
-                if known.base != self._base:
-                    self._shift(known)
-                return known
-            # Written to through another view, or behind the dispatcher: its rows are new inputs.
             if known.base != self._base:
                 self._shift(known)
+            version = _version(tensor)
+            if version == known.version or version == known.other_version:
+                return known
+            # Written to through another view, or behind the dispatcher: its rows are new inputs.
             name = self.trace.tensors[known.root].name or "tensor"
             return self._enter_tensor("constant", f"{name} (changed in place)", tensor, known.layout)
         kind, name = self._named.get(id(tensor), ("constant", ""))
@@ -258,7 +248,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _enter_tensor(self, kind: str, name: str, tensor: Tensor, layout: Layout | None) -> _Live:
         """Records a tensor that no op of the trace computed."""
         record = self._new_record(kind, name, tensor, -1)
-        version = 0 if tensor.is_inference() else tensor._version
+        version = _version(tensor)
         if kind in ("parameter", "buffer"):
             record.status, record.width = "whole", tensor.numel()
             record.digests = parameter_digest(tensor, version)
@@ -268,14 +258,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _new_record(self, kind: str, name: str, tensor: Tensor, op: int) -> TensorRecord:
         tensors = self.trace.tensors
-        shape, dtype = tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype]
-        record = TensorRecord(len(tensors), kind, name, len(self.trace.calls) - 1, op, shape, dtype, "unlaid")
+        record = TensorRecord(
+            len(tensors), kind, name, len(self.trace.calls) - 1, op, tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], "unlaid",
+            None, None, 0, NO_DIGESTS, (),
+        )  # fmt: skip
         tensors.append(record)
         return record
 
     def _track(self, tensor: Tensor, layout: Layout | None, layout_id: int, root: int, exact: bool, other: int) -> _Live:
-        version = 0 if tensor.is_inference() else tensor._version
-        live = _Live(weakref.ref(tensor), layout, layout_id, self._base, root, exact, version, other)
+        live = _Live(weakref.ref(tensor), layout, layout_id, self._base, root, exact, _version(tensor), other)
         self._live[id(tensor)] = live
         return live
 
@@ -283,8 +274,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._live.get(id(tensor))
         return known.layout if known is not None else lay.plain(tensor.shape)
 
-    def _observe(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any],
-                 inputs: list[Source], key: Any, outputs: list[Tensor]) -> None:  # fmt: skip
+    def _observe(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Source], key: list[Any],
+                 outputs: list[Tensor]) -> None:  # fmt: skip
         plan = self._plan(info, args, kwargs, inputs, key, outputs)
         trace = self.trace
         module = self._modules[-1][0] if self._modules else "(outside)"
@@ -292,12 +283,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         occurrence = self._occurrence.get(slot, 0)
         self._occurrence[slot] = occurrence + 1
         index = len(trace.ops)
-        seen = tuple([(name, live.root, relation) for (name, relation), (_, _, live) in zip(plan.inputs, inputs, strict=True)])
+        seen = tuple([(name, source[2].root, relation) for (name, relation), source in zip(plan.inputs, inputs, strict=True)])
         op = OpRecord(index, len(trace.calls) - 1, module, info.name, occurrence, seen, (), plan.is_move, not inputs)
         trace.ops.append(op)
         if plan.is_move:
             _, source, live = inputs[0]
-            other = 0 if source.is_inference() else source._version
+            other = _version(source)
             for tensor, out in zip(outputs, plan.outputs, strict=True):
                 self._track(tensor, out.layout, out.layout_id, live.root, live.exact and out.keeps_rows, other)
             op.outputs = (live.root,) * len(outputs)
@@ -310,16 +301,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 op.is_view = True
             elif info.is_hashed:
                 self._hash(record, tensor, out)
-            other = 0 if tensor.is_inference() else tensor._version + info.writes
-            self._track(tensor, out.layout, out.layout_id, record.number, True, other)
+            self._track(tensor, out.layout, out.layout_id, record.number, True, _version(tensor) + info.writes)
         op.outputs = tuple(numbers)
         if (self._observer is not None or self._save is not None) and not op.is_view:
             for tensor, out, number in zip(outputs, plan.outputs, numbers, strict=True):
                 self._keep(op, trace.tensors[number], tensor, out.layout)
 
-    def _plan(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Source], key: Any,
+    def _plan(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Source], key: list[Any],
               outputs: list[Tensor]) -> Plan:  # fmt: skip
-        plan = self._plans.get(key) if key is not None else None
+        name: tuple[Any, ...] | None = tuple(key) if info.is_planned else None
+        try:
+            plan = self._plans.get(name)
+        except TypeError:  # an argument that cannot be part of a key
+            plan = name = None
         if plan is not None and len(plan.outputs) == len(outputs):
             for out, tensor in zip(plan.outputs, outputs, strict=True):
                 if out.shape != tensor.shape:
@@ -328,8 +322,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return plan
         sources = [(position, live.layout) for position, _, live in inputs]
         plan = make_plan(info, args, kwargs, sources, outputs, self._layout_of, self._layouts)
-        if key is not None:
-            self._plans[key] = plan
+        if name is not None:
+            self._plans[name] = plan
         return plan
 
     def _hash(self, record: TensorRecord, tensor: Tensor, out: Output) -> None:
@@ -349,10 +343,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             grid = bits.project_named_columns(rows.grid, columns.to(tensor.device), visible.to(tensor.device))
             self._hasher.add_projections(record, grid)
         elif out.is_flat:
-            self._hasher.add(record, tensor.reshape(out.num_rows, out.width))
+            self._hasher.add(record, tensor, out.num_rows, out.width)
         else:
             assert out.layout is not None
-            self._hasher.add(record, lay.rows_of(tensor, out.layout).grid)
+            self._hasher.add(record, lay.rows_of(tensor, out.layout).grid, out.num_rows, out.width)
 
     def _collect(self, record: TensorRecord, out: Output, inputs: list[Source]) -> bool:
         """Makes a record that only collects other tensors' rows, where a ``cat`` put rows one after another."""
@@ -373,6 +367,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._observer(op, record, tensor, layout, self._call)
         if self._save is not None and self._save(op):
             self.trace.saved[record.number] = tensor.detach().clone()
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 class _DtypeNames(dict[torch.dtype, str]):

@@ -32,7 +32,7 @@ def split_keys(keys: Array) -> tuple[Array, Array]:
     return keys >> _POSITION_BITS, (keys & ((1 << _POSITION_BITS) - 1)) - 2
 
 
-_NO_DIGESTS = np.zeros(0, np.int64)
+NO_DIGESTS = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class TensorRecord:
     batch: Index | None = None
     slots: Index | None = None
     width: int = 0
-    digests: Array = field(default_factory=lambda: _NO_DIGESTS)
+    digests: Array = field(default_factory=lambda: NO_DIGESTS)
     parts: tuple[int, ...] = ()
 
 

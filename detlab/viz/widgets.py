@@ -37,7 +37,7 @@ Investigate = Callable[[str, str, Progress], "Investigation"]
 
 BATCH_SIZES = (1, 2, 4, 6, 8)
 _OWN, _NO_SIDE = "model's own", "no padding"  # words, since a dropdown shows None as nothing
-HEIGHT = 560  # of the heatmap, so that verdict and detail stay near
+HEIGHT = 560  # of the heatmap, as in explorer.css, so that verdict and detail stay near
 
 
 class Explorer:
@@ -66,6 +66,7 @@ class Explorer:
         b: str = "batch_size=4",
     ) -> None:
         self.result: Investigation | None = None
+        self._pass = self._done = 0
         self._investigate = investigate
         self._choices = {"a": _Choice("a", Condition.parse(a)), "b": _Choice("b", Condition.parse(b))}
         self._run = _button()
@@ -98,6 +99,7 @@ class Explorer:
     def _clicked(self, _: object) -> None:
         self._run.disabled = True
         self._progress.value, self._progress.layout.display = 0, ""
+        self._pass, self._done = 0, 0
         self._status.value, self._verdict.value = "running", ""
         self._view.clear()
         try:
@@ -117,8 +119,11 @@ class Explorer:
             self._progress.layout.display = "none"
 
     def _report(self, done: int, total: int, what: str) -> None:
+        if done <= self._done or not self._pass:  # each run, repetition and comparison counts from one
+            self._pass += 1
+        self._done = done
         self._progress.max, self._progress.value = max(1, total), done
-        self._status.value = f'{done} of {total} <span class="detlab-soft">{escape(what)}</span>'
+        self._status.value = f"pass {self._pass}: {done} of {total} <code>{escape(what)}</code>"
 
     def _fail(self, message: str) -> None:
         self._status.value = "stopped"
@@ -205,7 +210,7 @@ class _View:
         self._grid: Grid | None = None
         self._plan: Arrangement | None = None
         self._cells: Cells | None = None
-        self._figure = go.FigureWidget(layout={"height": HEIGHT})
+        self._figure = go.FigureWidget()
         self._figure._config = dict(CONFIG)
         self._is_filling = False
         self.prompt = _dropdown("prompt", [], None, "detlab-prompt")
@@ -256,6 +261,7 @@ class _View:
 
     def _show_figure(self, figure: go.Figure) -> None:
         """Puts a figure into the one FigureWidget: each new widget would send plotly.js (5 MB) again."""
+        figure.layout.height = None  # the style sheet's: a relayout that names a height pins the width, too
         with self._figure.batch_update():
             self._figure.data = ()
             self._figure.layout = figure.layout

@@ -57,8 +57,17 @@ def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs:
     if isinstance(found, tuple):
         found = [found]
     result = list(found) + [None] * (len(outputs) - len(found))
-    # A wrong layout is worse than none: sizes must agree.
+    # A wrong layout is worse than none: sizes must agree, and no axis may walk over the batch twice.
     return [
-        lay if lay is not None and tuple(dim_size(d) for d in lay) == tuple(out.shape) else None
+        lay if lay is not None and _is_sound(lay, tuple(out.shape)) else None
         for lay, out in zip(result, outputs, strict=False)
     ]
+
+
+def _is_sound(layout: Layout, shape: tuple[int, ...]) -> bool:
+    if tuple(dim_size(dim) for dim in layout) != shape:
+        return False
+    batch = [atom for dim in layout for atom in dim if atom.kind == "batch"]
+    if len(batch) > 1 and (len(batch[0].index) > 1 or len(set(batch)) > 1):
+        return False
+    return sum(atom.kind == "token" for dim in layout for atom in dim) <= 2

@@ -22,6 +22,7 @@ from detlab.trace.layout import (
     take,
 )
 from detlab.trace.rules.registry import Op, axis_of, rule, shape_of
+from detlab.trace.rules.views import drop
 
 
 def pointwise(op: Op) -> Layout | None:
@@ -35,7 +36,7 @@ def pointwise(op: Op) -> Layout | None:
 @rule(
     "clone", "_to_copy", "alias", "detach", "contiguous", "lift_fresh", "lift_fresh_copy", "_softmax", "_log_softmax", "cumsum",
     "cumprod", "native_dropout", "dropout", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
-    "empty_like", "bernoulli", "bernoulli_", "dropout_", "tril", "triu", "flip", "zero_", "fill_", "normal_", "uniform_",
+    "empty_like", "bernoulli", "bernoulli_", "dropout_", "tril", "triu", "zero_", "fill_", "normal_", "uniform_",
     "masked_fill_", "_safe_softmax", "view_as_real_copy", "logcumsumexp",
 )  # fmt: skip
 def _same(op: Op) -> Sequence[Layout | None]:
@@ -169,8 +170,15 @@ def _reduce(op: Op) -> Sequence[Layout | None] | Layout | None:
         return [plain(o.shape) for o in op.outputs]
     dims = range(len(lay)) if named is None or named == [] else ([named] if isinstance(named, int) else named)
     gone = {axis_of(d, len(lay)) for d in dims}
+    if any(atom.kind == "batch" and len(atom.index) > 1 for axis in gone for atom in lay[axis]) and any(
+        labelled(dim) for axis, dim in enumerate(lay) if axis not in gone
+    ):
+        return None  # rows that mix prompts are no prompt's rows
     keep = op.outputs[0].ndim == len(lay)
-    out = tuple(() if axis in gone else dim for axis, dim in enumerate(lay) if keep or axis not in gone)
+    out = lay
+    for axis in sorted(gone, reverse=True):
+        left = tuple(atom for atom in lay[axis] if atom.is_row) if dim_size(lay[axis]) == 1 else ()
+        out = (*out[:axis], left, *out[axis + 1 :]) if keep else drop(out, axis, left)
     if any(dim_size(dim) != size for dim, size in zip(out, shape_of(op), strict=False)) or len(out) != op.outputs[0].ndim:
         return None
     return [out] * len(op.outputs)
@@ -181,20 +189,37 @@ def _topk(op: Op) -> Sequence[Layout | None] | None:
     lay = op.lay(0)
     if lay is None:
         return None
-    changed = [a for a, dim in enumerate(lay) if dim_size(dim) != op.outputs[0].shape[a]]
-    dim = op.kwargs.get("dim", next((a for a in op.args[1:] if isinstance(a, int) and a < 0), -1))
-    at = changed[0] if changed else axis_of(dim, len(lay))
+    at = axis_of(op.arg(2 if op.name in ("topk", "kthvalue") else 1, "dim", -1), len(lay))
     if labelled(lay[at]) and dim_size(lay[at]) > 1:
         return [None] * len(op.outputs)
-    out = (*lay[:at], feature(op.outputs[0].shape[at]), *lay[at + 1 :])
+    if op.outputs[0].ndim < len(lay):
+        return [drop(lay, at, lay[at] if dim_size(lay[at]) == 1 else ())] * len(op.outputs)
+    size = op.outputs[0].shape[at]
+    out = (*lay[:at], lay[at] if labelled(lay[at]) else feature(size), *lay[at + 1 :])
     return [out] * len(op.outputs)
 
 
 @rule("gather")
 def _gather(op: Op) -> Layout | None:
+    """Picks along one axis, and from the front of the others; what it picks along a row axis is known to the index only."""
     source, index = op.lay(0), op.lay(2)
-    lays = [lay for lay in (source, index) if lay is not None]
-    return broadcast(lays, shape_of(op)) if lays else None
+    if source is None or index is None or not source:
+        return None
+    at = axis_of(op.args[1], len(source))
+    if labelled(source[at]) and dim_size(source[at]) > 1:
+        return None
+    out: list[Dim] = []
+    for axis, (dim, other, size) in enumerate(zip(source, index, shape_of(op), strict=True)):
+        front: Dim | None = dim
+        if axis == at:
+            front = tuple(atom for atom in dim if atom.is_row)
+        elif dim_size(dim) != size:
+            front = take(dim, slice(0, size))
+        merged = None if front is None else merge([front, other], size)
+        if merged is None:
+            return None
+        out.append(merged)
+    return tuple(out)
 
 
 @rule("constant_pad_nd", "pad")
@@ -207,7 +232,7 @@ def _pad(op: Op) -> Layout | None:
     for dim, size in zip(lay, shape, strict=True):
         if dim_size(dim) == size:
             out.append(dim)
-        elif labelled(dim) and dim_size(dim) > 1:
+        elif labelled(dim):
             return None
         else:
             out.append(feature(size))

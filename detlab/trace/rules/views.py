@@ -87,7 +87,7 @@ def _repeat(op: Op) -> Layout | None:
     for dim, times, size in zip(padded, repeats, shape_of(op), strict=True):
         if times != 1 and labelled(dim) and dim_size(dim) > 1:
             return None
-        out.append(dim if times == 1 else feature(size))
+        out.append(dim if times == 1 else tuple(atom for atom in dim if atom.is_row) + feature(size))
     return tuple(out)
 
 
@@ -101,7 +101,7 @@ def _slice(op: Op) -> Layout | None:
     return None if dim is None else (*lay[:at], dim, *lay[at + 1 :])
 
 
-def _drop(lay: Layout, at: int, picked: Dim) -> Layout:
+def drop(lay: Layout, at: int, picked: Dim) -> Layout:
     """Removes a dimension; what is left of its rows stays with a neighbour."""
     rest = tuple(atom for atom in picked if atom.is_row)
     out = [*lay[:at], *lay[at + 1 :]]
@@ -114,6 +114,21 @@ def _drop(lay: Layout, at: int, picked: Dim) -> Layout:
     return tuple(out)
 
 
+@rule("flip")
+def _flip(op: Op) -> Layout | None:
+    lay = op.lay(0)
+    if lay is None:
+        return None
+    out = list(lay)
+    for at in (axis_of(d, len(lay)) for d in op.args[1]):
+        if labelled(lay[at]):
+            turned = take(lay[at], range(dim_size(lay[at]) - 1, -1, -1))
+            if turned is None:
+                return None
+            out[at] = turned
+    return tuple(out)
+
+
 @rule("select")
 def _select(op: Op) -> Layout | None:
     lay = op.lay(0)
@@ -122,7 +137,7 @@ def _select(op: Op) -> Layout | None:
     at = axis_of(op.args[1], len(lay))
     i = op.args[2] % max(1, dim_size(lay[at]))
     dim = take(lay[at], slice(i, i + 1))
-    return None if dim is None else _drop(lay, at, dim)
+    return None if dim is None else drop(lay, at, dim)
 
 
 @rule("split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split", "split_with_sizes_copy", "tensor_split")
@@ -148,4 +163,4 @@ def _unbind(op: Op) -> Sequence[Layout | None] | None:
         return None
     at = axis_of(op.arg(1, "dim", 0), len(lay))
     picks = [take(lay[at], slice(i, i + 1)) for i in range(len(op.outputs))]
-    return [None if dim is None else _drop(lay, at, dim) for dim in picks]
+    return [None if dim is None else drop(lay, at, dim) for dim in picks]
