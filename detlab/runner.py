@@ -40,7 +40,7 @@ from detlab.serving import (
 )
 from detlab.trace.calls import CallContext
 from detlab.trace.capture import Save, capture
-from detlab.trace.recorder import Observer
+from detlab.trace.keep import RowKeeper
 from detlab.trace.records import Trace
 from detlab.trace.store import pack_trace, read_folder, unpack_trace, write_folder
 
@@ -105,13 +105,14 @@ class Run:
         """Whether the model is still at hand, so that the run can be repeated."""
         return self._source is not None and self._source.model() is not None
 
-    def replay(self, *, force: list[list[int]] | None = None, save: Save = "digest", trace: bool = True,
-               observer: Observer | None = None, progress: Progress | None = None) -> Run:  # fmt: skip
+    def replay(self, *, force: list[list[int]] | None = None, keep: RowKeeper | None = None,
+               progress: Progress | None = None) -> Run:  # fmt: skip
         """Executes the same condition again, with the same model object.
 
         Args:
             force: tokens to feed instead of the model's own (teacher forcing); None repeats what this run did.
-            save, trace, observer, progress: as for `run`.
+            keep: keeps the values of some rows.
+            progress: as for `run`.
 
         Raises:
             ModelError: the model is gone (a loaded run has none).
@@ -121,8 +122,7 @@ class Run:
             raise ModelError("this run has no model at hand (it was loaded from disk, or the model was deleted); run it again.")
         return _execute(
             model, self._source.prompts, self.inputs, self.condition, self.num_steps, self._source.tokenizer,
-            save=save, with_trace=trace, force=self.forced if force is None else force, progress=progress,
-            observer=observer,
+            save="digest", with_trace=True, force=self.forced if force is None else force, progress=progress, keep=keep,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> Path:
@@ -197,7 +197,7 @@ def load_trace(path: str | Path) -> Run | Trace:
 
 def run(model: nn.Module, prompts: Any, condition: Condition | None = None, *, new_tokens: int = 8, tokenizer: Any = None,
         save: Save = "digest", trace: bool = True, force: list[list[int]] | None = None,
-        progress: Progress | None = None, observer: Observer | None = None) -> Run:  # fmt: skip
+        progress: Progress | None = None) -> Run:  # fmt: skip
     """Serves prompts under a condition and records what happened.
 
     Args:
@@ -210,7 +210,6 @@ def run(model: nn.Module, prompts: Any, condition: Condition | None = None, *, n
         trace: False runs without capture (the same bits; a test says so).
         force: per prompt, the tokens to feed instead of the model's own choice (teacher forcing).
         progress: called with (calls done, calls in all, what).
-        observer: called for each tensor computed; see `capture`.
 
     Returns:
         A `Run`.
@@ -232,13 +231,13 @@ def run(model: nn.Module, prompts: Any, condition: Condition | None = None, *, n
     inputs = encode(chosen, tokenizer)
     return _execute(
         model, chosen, inputs, condition, new_tokens, tokenizer,
-        save=save, with_trace=trace, force=force, progress=progress, observer=observer,
+        save=save, with_trace=trace, force=force, progress=progress, keep=None,
     )  # fmt: skip
 
 
 def _execute(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], condition: Condition, new_tokens: int,
              tokenizer: Any, *, save: Save, with_trace: bool, force: list[list[int]] | None,
-             progress: Progress | None, observer: Observer | None) -> Run:  # fmt: skip
+             progress: Progress | None, keep: RowKeeper | None) -> Run:  # fmt: skip
     check_inputs(model, prompts, inputs, new_tokens)
     if force is not None and [len(f) for f in force] != [new_tokens] * len(inputs):
         raise UsageError(
@@ -257,7 +256,7 @@ def _execute(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], c
         stack.enter_context(seeded(condition.seed))
         served = stack.enter_context(served_model(model, condition))
         if with_trace:
-            trace = stack.enter_context(capture(served, save, observer=observer, context=context))
+            trace = stack.enter_context(capture(served, save, observer=keep, context=context))
         for batch in batches:
             _serve(served, batch, condition, new_tokens, force, context, tokens, logits, calls)
     return Run(

@@ -44,7 +44,7 @@ class Page(HTMLParser):
         if self._open == "script":
             attributes, before = self.scripts[-1]
             self.scripts[-1] = attributes, before + data
-        elif self._open != "style":
+        elif self._open not in ("style", "title"):
             self.text += data + "\n"
 
     def of(self, tag: str) -> list[dict[str, str | None]]:

@@ -151,13 +151,13 @@ def test_an_error_replaces_an_earlier_verdict(explorer: Explorer) -> None:
     assert any(find(explorer, "detlab-heatmap") in list(parts(w)) for w in hidden)
 
 
-def test_what_is_not_detlabs_error_is_named_and_not_swallowed() -> None:
+def test_what_is_not_detlabs_error_is_named_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     def breaks(a: str, b: str, progress: Any) -> Any:
         raise ZeroDivisionError("division by zero")
 
     explorer = Explorer(breaks)
-    with pytest.raises(ZeroDivisionError):
-        press_run(explorer)
+    press_run(explorer)
+    assert "ZeroDivisionError" in caplog.text  # ipywidgets logs what a callback raises
     assert "ZeroDivisionError: division by zero" in shown(explorer)
     assert find(explorer, "detlab-run").disabled is False
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from detlab import bits
-from detlab.divergence.measure import SizeMeter, ValueKeeper
+from detlab.divergence.measure import keepers, size_differences
 from detlab.divergence.result import (
     CONTROL_FLOW,
     DIVERGED,
@@ -229,22 +229,19 @@ def _repeat(result: Comparison, a: Run, b: Run, detail: TraceComparison, control
         result.notes.append("the model is not at hand: controls were not run and differences were not sized")
         return
     assert a.trace is not None and b.trace is not None
-    sizing = measure and result.first is not None
-    prompts = [result.first.prompt] if sizing and result.first is not None else []
-    keeper = ValueKeeper(detail, prompts)
-    again = a.replay(progress=progress, observer=keeper if sizing else None)
-    _check_control("a", a, again, result)
-    meter = SizeMeter(keeper)
-    again = b.replay(progress=progress, observer=meter if sizing else None)
-    _check_control("b", b, again, result)
-    if sizing:
-        result.sizes = meter.sizes
-        for entry in [*result.origins, *result.carriers]:
-            size = meter.largest.get(entry.op_index)
-            if size is not None:
-                entry.max_abs, entry.max_ulp, entry.share = size
-        if keeper.is_full:
-            result.notes.append("differences were sized until the memory set aside for it was full")
+    prompts = [result.first.prompt] if measure and result.first is not None else []
+    keep_a, keep_b = keepers(detail, prompts)
+    _check_control("a", a, a.replay(progress=progress, keep=keep_a), result)
+    _check_control("b", b, b.replay(progress=progress, keep=keep_b), result)
+    if not prompts:
+        return
+    sizes = size_differences(detail, keep_a, keep_b)
+    result.sizes = sizes.rows
+    for entry in [*result.origins, *result.carriers]:
+        if entry.op_index in sizes.largest:
+            entry.max_abs, entry.max_ulp, entry.share = sizes.largest[entry.op_index]
+    if keep_a.is_full or keep_b.is_full:
+        result.notes.append("differences were sized until the memory set aside for it was full")
 
 
 def _check_control(side: str, first: Run, again: Run, result: Comparison) -> None:

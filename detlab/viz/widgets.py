@@ -349,13 +349,11 @@ def _prompts(prompts: Sequence[object]) -> str:
     return f"<details><summary>{plural(len(prompts), 'prompt')}</summary><ol>{items}</ol></details>"
 
 
-def _prompt_text(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    messages = getattr(prompt, "messages", None)
-    text = getattr(prompt, "text", None) or " / ".join(m["content"] for m in messages or ())
+def _prompt_text(prompt: Any, most: int = 300) -> str:
+    """A prompt in one line: its name, and its text cut to ``most`` characters."""
+    text = prompt if isinstance(prompt, str) else getattr(prompt, "text", None)
+    if text is None:
+        text = " / ".join(message["content"] for message in getattr(prompt, "messages", None) or ())
+    text = text or f"{len(getattr(prompt, 'tokens', None) or ())} token ids"
     name = getattr(prompt, "id", "")
-    tokens = getattr(prompt, "tokens", None)
-    text = text or (f"{len(tokens)} token ids" if tokens else str(prompt))
-    short = text if len(text) <= 300 else text[:299] + "…"
-    return f"{name}: {short}" if name else short
+    return (f"{name}: " if name else "") + (text if len(text) <= most else text[: most - 1] + "…")
