@@ -13,11 +13,19 @@ from detlab.errors import ConditionError
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "padding_side": (None, "left", "right"),
     "mates": ("prompts", "repeat", "random"),
-    "cache": ("dynamic", "none"),
+    "cache": ("dynamic", "static", "none"),
     "attention": (None, "sdpa", "eager"),
     "dtype": (None, "float32", "bfloat16", "float16", "float64"),
+    "autocast": (None, "bfloat16", "float16"),
+    "aten_isa": (None, "default", "avx2", "avx512"),
+    "mkl_isa": (None, "COMPATIBLE", "SSE2", "SSE4_2", "AVX", "AVX2", "AVX512", "AUTO"),
+    "onednn_isa": (None, "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "DEFAULT"),
 }
-_LEAST = {"batch_size": 1, "row": 0, "padding": 0, "seed": 0, "prefill_chunk": 1}
+_LEAST = {"batch_size": 1, "row": 0, "padding": 0, "seed": 0, "prefill_chunk": 1, "threads": 1, "alignment": 0, "top_k": 0}
+_OPTIONAL = {"prefill_chunk", "threads"}
+_FLAGS = ("deterministic_algorithms",)
+# Read by ATen, MKL and oneDNN when they start: they cannot be changed in a process that runs.
+_VARIABLES = {"aten_isa": "ATEN_CPU_CAPABILITY", "mkl_isa": "MKL_CBWR", "onednn_isa": "ONEDNN_MAX_CPU_ISA"}
 
 
 @dataclass(frozen=True)
@@ -31,11 +39,22 @@ class Condition:
             ("repeat"), or "random" tokens drawn from ``seed``.
         padding_side: "left" or "right" puts prompts of different lengths in one batch, padded on that side.
         padding: pad tokens added to the longest prompt of each batch (needs ``padding_side``).
-        cache: "dynamic" keeps keys and values between steps; "none" computes the whole text anew at each step.
+        cache: "dynamic" keeps keys and values between steps, "static" keeps them in buffers of the final length; "none"
+            computes the whole text anew at each step.
         attention: transformers' attention implementation; None keeps the model's own.
         dtype: runs a copy of the model cast to this; None keeps the model's own.
         prefill_chunk: tokens per prefill call; None prefills each prompt in one call.
-        seed: seeds torch and the random mates.
+        seed: seeds torch, sampling and the random mates.
+        temperature, top_k: 0 decodes greedily; above 0, tokens are drawn after division by the temperature, from the
+            ``top_k`` likeliest (0: from all), with one stream of random numbers for the whole batch, as ``generate`` draws.
+        threads: intra-op threads; None keeps the process's.
+        autocast: runs under ``torch.autocast`` with this dtype.
+        deterministic_algorithms: sets ``torch.use_deterministic_algorithms``.
+        alignment: parameters are moved to addresses this many bytes past a multiple of 64; 0 leaves them where they are.
+        compile: name of a module whose forward is compiled; every module whose name ends in it.
+        device: "cuda", "cuda:1", ...; runs a copy of the model there. None keeps the model's own.
+        aten_isa, mkl_isa, onednn_isa: caps the instruction set of ATen's, MKL's and oneDNN's kernels. They are read when
+            these libraries start, so such a condition runs in a fresh process.
     """
 
     batch_size: int = 1
@@ -48,6 +67,17 @@ class Condition:
     dtype: str | None = None
     prefill_chunk: int | None = None
     seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    threads: int | None = None
+    autocast: str | None = None
+    deterministic_algorithms: bool = False
+    alignment: int = 0
+    compile: str | None = None
+    device: str | None = None
+    aten_isa: str | None = None
+    mkl_isa: str | None = None
+    onednn_isa: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -56,10 +86,24 @@ class Condition:
                 raise ConditionError(f"{name}={value!r} is not a choice; choose from {_listed(choices)}.")
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if name == "prefill_chunk" and value is None:
+            if name in _OPTIONAL and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConditionError(f"{name}={value!r} is not possible; give a whole number of at least {least}.")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConditionError(f"{name}={getattr(self, name)!r} is not possible; give True or False.")
+        number = not isinstance(self.temperature, bool) and isinstance(self.temperature, (int, float))
+        if not number or not 0 <= self.temperature < 1e6:
+            raise ConditionError(f"temperature={self.temperature!r} is not possible; give 0 (greedy) or a number above it.")
+        for name in ("compile", "device"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConditionError(f"{name}={value!r} is not possible; give a name, or leave it out.")
+        if self.top_k and not self.temperature:
+            raise ConditionError(f"top_k={self.top_k} needs a temperature above 0: greedy decoding does not draw.")
+        if self.alignment % 2 or self.alignment >= 64:
+            raise ConditionError(f"alignment={self.alignment} is not possible; give an even number of bytes below 64.")
         if self.row >= self.batch_size:
             raise ConditionError(
                 f"row={self.row} lies outside a batch of batch_size={self.batch_size}; rows count from 0, "
@@ -110,6 +154,12 @@ class Condition:
         """All settings as plain values."""
         return dataclasses.asdict(self)
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that must be set before torch starts; where there are any, the run needs a fresh process."""
+        chosen = {variable: getattr(self, name) for name, variable in _VARIABLES.items()}
+        return {variable: value for variable, value in chosen.items() if value is not None}
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Condition:
         """Rebuilds a condition; unknown keys are refused, since they would have changed the run."""
@@ -135,8 +185,17 @@ def _listed(choices: tuple[str | None, ...]) -> str:
 
 
 def _read(name: str, raw: str) -> Any:
+    if name in _FLAGS:
+        if raw not in ("True", "False"):
+            raise ConditionError(f"{name}={raw!r} is neither True nor False.")
+        return raw == "True"
+    if name == "temperature":
+        try:
+            return float(raw)
+        except ValueError:
+            raise ConditionError(f"temperature={raw!r} is not a number.") from None
     if name in _LEAST:
-        if name == "prefill_chunk" and raw == "None":
+        if name in _OPTIONAL and raw == "None":
             return None
         try:
             return int(raw)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detlab import bits
@@ -23,19 +24,23 @@ from detlab.condition import Condition
 from detlab.environment import Environment, environment
 from detlab.errors import ModelError, TraceError, UsageError
 from detlab.models import tokenizer_for
+from detlab.process import child, send_model
 from detlab.prompts import Prompt, as_prompts, encode
 from detlab.serving import (
     Batch,
     accepted,
     cache_argument,
     check_inputs,
+    choose,
     config_of,
     device_of,
     make_batches,
+    new_cache,
     pad_token,
     padded,
     seeded,
     served_model,
+    settings,
     vocabulary_of,
 )
 from detlab.trace.calls import CallContext
@@ -120,7 +125,7 @@ class Run:
         model = self._source.model() if self._source is not None else None
         if self._source is None or model is None:
             raise ModelError("this run has no model at hand (it was loaded from disk, or the model was deleted); run it again.")
-        return _execute(
+        return execute(
             model, self._source.prompts, self.inputs, self.condition, self.num_steps, self._source.tokenizer,
             save="digest", with_trace=True, force=self.forced if force is None else force, progress=progress, keep=keep,
         )  # fmt: skip
@@ -229,25 +234,32 @@ def run(model: nn.Module, prompts: Any, condition: Condition | None = None, *, n
     if tokenizer is None and any(p.tokens is None for p in chosen):
         tokenizer = tokenizer_for(model)
     inputs = encode(chosen, tokenizer)
-    return _execute(
+    return execute(
         model, chosen, inputs, condition, new_tokens, tokenizer,
         save=save, with_trace=trace, force=force, progress=progress, keep=None,
     )  # fmt: skip
 
 
-def _execute(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], condition: Condition, new_tokens: int,
+def execute(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], condition: Condition, new_tokens: int,
              tokenizer: Any, *, save: Save, with_trace: bool, force: list[list[int]] | None,
-             progress: Progress | None, keep: RowKeeper | None) -> Run:  # fmt: skip
+             progress: Progress | None, keep: RowKeeper | None, here: bool = False) -> Run:  # fmt: skip
+    """Executes a condition; ``here``: in this process, whose environment variables are set already."""
     check_inputs(model, prompts, inputs, new_tokens)
     if force is not None and [len(f) for f in force] != [new_tokens] * len(inputs):
         raise UsageError(
             f"force needs {new_tokens} tokens for each of {len(inputs)} prompts; got {[len(f) for f in force]}."
         )
+    source = _Source(weakref.ref(model), prompts, tokenizer)
+    if condition.variables and not here:
+        made = _in_fresh_process(
+            model, inputs, condition, new_tokens, save=save, with_trace=with_trace, force=force, progress=progress, keep=keep
+        )
+        made.prompt_ids, made.texts, made._source = [p.id for p in prompts], _texts(made.tokens, tokenizer, model), source
+        return made
     batches = make_batches(inputs, condition, vocabulary_of(model))
     calls = _Progress(progress, len(batches) * max(1, new_tokens), str(condition))
     tokens: list[list[int]] = [[] for _ in inputs]
     logits: list[list[Tensor]] = [[] for _ in inputs]
-    record = environment()
     context = CallContext(prompts=[])
     trace: Trace | None = None
     started = time.perf_counter()
@@ -255,6 +267,8 @@ def _execute(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], c
         stack.enter_context(torch.no_grad())
         stack.enter_context(seeded(condition.seed))
         served = stack.enter_context(served_model(model, condition))
+        stack.enter_context(settings(condition, device_of(served)))
+        record = environment()
         if with_trace:
             trace = stack.enter_context(capture(served, save, observer=keep, context=context))
         for batch in batches:
@@ -270,8 +284,45 @@ def _execute(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], c
         trace=trace,
         environment=record,
         seconds=time.perf_counter() - started,
-        _source=_Source(weakref.ref(model), prompts, tokenizer),
+        _source=source,
     )
+
+
+# --------------------------------------------------------------------------------------------------- fresh processes
+def _in_fresh_process(model: nn.Module, inputs: list[list[int]], condition: Condition, new_tokens: int, *, save: Save,
+                      with_trace: bool, force: list[list[int]] | None, progress: Progress | None,
+                      keep: RowKeeper | None) -> Run:  # fmt: skip
+    """Executes a condition that needs its own process, with no difference for the caller."""
+    if callable(save):
+        raise UsageError(
+            f"save is a function, which cannot be sent to the fresh process that {condition} needs; "
+            'use save="digest" or save="full".'
+        )
+    started = time.perf_counter()
+    request = {
+        "model": str(send_model(model)),
+        "inputs": inputs,
+        "condition": condition.to_json() | {"threads": condition.threads or torch.get_num_threads()},
+        "new_tokens": new_tokens,
+        "save": save,
+        "trace": with_trace,
+        "force": force,
+        "keep": keep.request() if keep is not None else None,
+    }
+
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress(done, total, str(condition))
+
+    with child(request, condition.variables, report) as folder:
+        made = load_trace(folder / "run")
+        assert isinstance(made, Run)
+        if keep is not None:
+            kept = load_file(folder / "kept.safetensors")
+            for name in sorted({name.partition(".")[0] for name in kept}, key=int):
+                keep.kept[int(name)] = (kept[f"{name}.keys"].numpy(), kept[f"{name}.values"])
+    made.condition, made.seconds = condition, time.perf_counter() - started
+    return made
 
 
 class _Progress:
@@ -292,8 +343,8 @@ def _serve(model: nn.Module, batch: Batch, condition: Condition, new_tokens: int
     num_rows, width = ids.shape
     last = torch.tensor([int(row.nonzero()[-1]) for row in mask.cpu()], device=ids.device)
     context.prompts = batch.prompts
-    cache: Any = None
-    uses_cache = condition.cache == "dynamic"
+    cache: Any = new_cache(model, condition, width + new_tokens)
+    uses_cache = condition.cache != "none"
     cache_name = cache_argument(model)
     chunk = condition.prefill_chunk or width
     step_logits: Tensor | None = None
@@ -320,7 +371,7 @@ def _serve(model: nn.Module, batch: Batch, condition: Condition, new_tokens: int
         # The newest real token of each row: with right padding, prompts end in front of the padding.
         at = last - start if step == 0 else torch.full_like(last, out.shape[1] - 1)
         step_logits = out[torch.arange(num_rows, device=out.device), at]
-        chosen = step_logits.argmax(-1)
+        chosen = choose(step_logits, condition)
         fed = chosen.clone()
         for row, prompt in enumerate(batch.prompts):
             if prompt < 0:

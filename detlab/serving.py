@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from detlab.condition import Condition
-from detlab.errors import UsageError
+from detlab.errors import MachineError, UsageError
 from detlab.prompts import Prompt
 from detlab.trace.calls import CACHE_NAMES
 
@@ -138,47 +138,141 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-_copies: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = weakref.WeakKeyDictionary()
+@contextmanager
+def settings(condition: Condition, device: torch.device) -> Iterator[None]:
+    """Process-wide settings of a condition, undone on leaving: threads, deterministic algorithms, autocast."""
+    threads, flag = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        if condition.threads is not None:
+            torch.set_num_threads(condition.threads)
+        if condition.deterministic_algorithms:
+            torch.use_deterministic_algorithms(True)
+        if condition.autocast is None:
+            yield
+        else:
+            with torch.autocast(device.type, getattr(torch, condition.autocast)):
+                yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(flag, warn_only=warn_only)
+
+
+_copies: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str | None, str | None, int], nn.Module]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def served_model(model: nn.Module, condition: Condition) -> Iterator[nn.Module]:
-    """The model as the condition wants it: cast copy, attention implementation; the original is left as it was."""
-    served: Any = model
-    if condition.dtype is not None:
-        wanted = getattr(torch, condition.dtype)
-        if next(model.parameters()).dtype != wanted:
-            served = _cast_copy(model, condition.dtype)
+    """The model as the condition wants it (cast, moved, compiled, another attention); the original stays as it was."""
+    served: Any = _copy_for(model, condition)
     config: Any = getattr(served, "config", None)
     before = getattr(config, "_attn_implementation", None)
-    if condition.attention is None or condition.attention == before:
-        yield served
-        return
-    if not hasattr(served, "set_attn_implementation"):
+    swap = condition.attention is not None and condition.attention != before
+    if swap and not hasattr(served, "set_attn_implementation"):
         name = type(served).__name__
         raise UsageError(f"attention={condition.attention!r}: {name} is not a transformers model; leave it out.")
-    served.set_attn_implementation(condition.attention)
+    compiled = _modules_to_compile(served, condition.compile)
     try:
+        if swap:
+            served.set_attn_implementation(condition.attention)
+        for module in compiled:
+            module.forward = torch.compile(module.forward)
         yield served
     finally:
-        served.set_attn_implementation(before)
+        for module in compiled:
+            module.__dict__.pop("forward", None)
+        if swap:
+            served.set_attn_implementation(before)
 
 
-def _cast_copy(model: nn.Module, dtype: str) -> nn.Module:
-    """A copy with parameters and saved buffers in ``dtype``, as loading in that dtype gives.
+def _modules_to_compile(model: nn.Module, suffix: str | None) -> list[Any]:
+    if suffix is None:
+        return []
+    found = [m for name, m in model.named_modules() if name == suffix or name.endswith(f".{suffix}")]
+    if not found:
+        some = ", ".join(sorted({name.rpartition(".")[2] for name, _ in model.named_modules() if name})[:12])
+        raise UsageError(f"compile={suffix!r}: no module of {type(model).__name__} has this name; there are {some}.")
+    if any("forward" in vars(module) for module in found):
+        raise UsageError(f"compile={suffix!r}: the forward of such a module was replaced already; undo that first.")
+    return found
+
+
+def _copy_for(model: nn.Module, condition: Condition) -> nn.Module:
+    """The model itself, or a copy that is cast, moved or realigned; a copy is made once and kept as long as the model."""
+    first = next(model.parameters())
+    dtype = condition.dtype if condition.dtype is not None and getattr(torch, condition.dtype) != first.dtype else None
+    device = condition.device
+    if device is not None:
+        try:
+            torch.zeros(1, device=device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise MachineError(f"device={device!r} is not to be had on this machine: {reason}") from None
+        if torch.device(device).type == first.device.type == "cpu":
+            device = None
+    key = (dtype, device, condition.alignment)
+    if key == (None, None, 0):
+        return model
+    known = _copies.setdefault(model, {})
+    if key not in known:
+        twin = copy.deepcopy(model)
+        if dtype is not None:
+            _cast(twin, getattr(torch, dtype))
+        if device is not None:
+            twin = twin.to(device)
+        if condition.alignment:
+            for parameter in twin.parameters():
+                parameter.data = _realigned(parameter.data, condition.alignment)
+        known[key] = twin
+    return known[key]
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts parameters and saved buffers, as loading in that dtype does.
 
     Buffers that are not saved (rotary inverse frequencies) stay as they are: ``model.to(dtype)`` would round them, and
     the copy would be another model than the one that users load.
     """
-    known = _copies.setdefault(model, {})
-    if dtype not in known:
-        wanted = getattr(torch, dtype)
-        twin = copy.deepcopy(model)
-        for module in twin.modules():
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(wanted)
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
-                    setattr(module, name, buffer.to(wanted))
-        known[dtype] = twin
-    return known[dtype]
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+
+
+def _realigned(tensor: Tensor, offset: int) -> Tensor:
+    """The same values at an address that lies ``offset`` bytes past a multiple of 64."""
+    size = tensor.element_size()
+    if offset % size:
+        raise UsageError(f"alignment={offset} does not fit {size}-byte elements; give a multiple of {size}.")
+    room = torch.empty(tensor.numel() + 128 // size, dtype=tensor.dtype, device=tensor.device)
+    start = (offset - room.data_ptr()) % 64 // size
+    moved = room[start : start + tensor.numel()].view(tensor.shape)
+    moved.copy_(tensor)
+    return moved
+
+
+def new_cache(model: nn.Module, condition: Condition, length: int) -> Any:
+    """The KV cache that a condition starts with; None leaves it to the model."""
+    if condition.cache != "static":
+        return None
+    from transformers import StaticCache
+
+    return StaticCache(config=config_of(model), max_cache_len=length)
+
+
+def choose(logits: Tensor, condition: Condition) -> Tensor:
+    """The next token of each row, int64 [batch]: the likeliest, or drawn from torch's global stream as ``generate`` does.
+
+    Args:
+        logits: [batch, vocab].
+        condition: its temperature and ``top_k``.
+    """
+    if not condition.temperature:
+        return logits.argmax(-1)
+    scores = logits.float() / condition.temperature
+    if condition.top_k:
+        least = scores.topk(min(condition.top_k, scores.shape[-1])).values[:, -1:]
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    return torch.multinomial(scores.softmax(-1), 1)[:, 0]

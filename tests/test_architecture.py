@@ -27,8 +27,9 @@ FLOORS = (
     {"environment"},
     {"models", "prompts", "condition"},
     {"trace"},
-    {"serving"},
+    {"serving", "process"},
     {"runner"},
+    {"worker"},
     {"divergence"},
 )
 OBSERVING = set().union(*FLOORS)

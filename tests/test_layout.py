@@ -93,7 +93,8 @@ class Follow(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        outputs = [result] if isinstance(result, torch.Tensor) else [t for t in result if isinstance(t, torch.Tensor)]
+        results = result if isinstance(result, (tuple, list)) else [result]
+        outputs = [t for t in results if isinstance(t, torch.Tensor)]
         layouts = propagate(func, args, kwargs, outputs, self.layout_of)
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         before = self.layout_of(first) if first is not None else None

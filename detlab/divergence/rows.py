@@ -153,6 +153,12 @@ class RowComparer:
             inside = (at < len(in_keys)) & (in_keys[np.minimum(at, len(in_keys) - 1)] == keys)
             answer = np.ones(len(keys), bool)
             answer[inside] = equal[at[inside]]
+            if not inside.all():  # a row of the whole prompt sees all its tokens' rows, and each of those sees it
+                prompt, position = split_keys(keys)
+                in_prompt, in_position = split_keys(in_keys)
+                broken, broken_whole = in_prompt[~equal], in_prompt[~equal & (in_position == -2)]
+                answer[~inside & (position == -2)] = ~np.isin(prompt[~inside & (position == -2)], broken)
+                answer[~inside & (position >= 0)] = ~np.isin(prompt[~inside & (position >= 0)], broken_whole)
             return answer
         # Context: every row of the same prompt up to the row's own position must match.
         prompt, position = split_keys(keys)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from detlab import bits
 from detlab.trace.records import TensorRecord
@@ -75,16 +73,3 @@ class Hasher:
                 for record in records:
                     record.digests = digests[start : start + num_rows]
                     start += num_rows
-
-
-_parameter_digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def parameter_digest(tensor: Tensor, version: int) -> np.ndarray:
-    """Digest of a parameter or buffer, int64 [1]; computed once per version."""
-    state = (version, tensor.data_ptr())
-    known = _parameter_digests.get(tensor)  # type: ignore[no-untyped-call]
-    if known is None or known[0] != state:
-        known = _parameter_digests[tensor] = (state, np.array([bits.digest(tensor.detach())], np.int64))
-    digests: np.ndarray = known[1]
-    return digests

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from detlab.trace import layout as lay
@@ -23,7 +24,7 @@ _CONTEXT_ARGS = {
 }  # fmt: skip
 _UNINITIALISED = {"empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided", "empty_permuted"}
 # Their effect on rows follows from the values of an index.
-_READS_VALUES = {"index", "index_select"}
+_READS_VALUES = {"index", "index_select", "index_copy", "index_copy_"}
 
 
 @dataclass(slots=True)
@@ -33,7 +34,8 @@ class OpInfo:
     func: Any
     name: str
     argument_names: tuple[str, ...]
-    writes: bool
+    writes: tuple[tuple[int, str], ...]  # the arguments that it writes to: position and name
+    is_composite: bool  # torch takes it apart into other ops
     is_move: bool
     is_cat: bool
     is_hashed: bool
@@ -47,7 +49,7 @@ class Output:
 
     shape: tuple[int, ...]
     layout: Layout | None
-    layout_id: int
+    layout_id: str
     keeps_rows: bool
     status: str
     batch: Index | None
@@ -68,27 +70,32 @@ class Plan:
 
 
 class Layouts:
-    """Numbers layouts, so that a plan's key is a few small integers; 0 is unlaid."""
+    """Names layouts, so that a plan's key is short; "" is unlaid. Names are no numbers: an op's arguments may be those."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Layout, int] = {}
+        self._names: dict[Layout, str] = {}
 
-    def number(self, layout: Layout | None) -> int:
-        """The layout's number."""
-        return 0 if layout is None else self._numbers.setdefault(layout, len(self._numbers) + 1)
+    def name(self, layout: Layout | None) -> str:
+        """The layout's name."""
+        if layout is None:
+            return ""
+        found = self._names.get(layout)
+        if found is None:
+            found = self._names[layout] = f"layout {len(self._names)}"
+        return found
 
     def output(self, tensor: Tensor, layout: Layout | None) -> Output:
         """How to treat a tensor of this shape and layout."""
         shape = tuple(tensor.shape)
-        number = self.number(layout)
+        name = self.name(layout)
         if layout is None or not lay.has_rows(layout):
             width = shape[-1] if shape else 1
             num_rows = tensor.numel() // width if width else 0
             status = "unlaid" if layout is None else "whole"
-            return Output(shape, layout, number, False, status, None, None, False, num_rows, width, True)
+            return Output(shape, layout, name, False, status, None, None, False, num_rows, width, True)
         cut = lay.cut_of(layout)
         return Output(
-            shape, layout, number, False, "rows", cut.batch, cut.slots, cut.columns is not None, cut.num_rows, cut.width,
+            shape, layout, name, False, "rows", cut.batch, cut.slots, cut.columns is not None, cut.num_rows, cut.width,
             cut.is_flat,
         )  # fmt: skip
 
@@ -102,7 +109,7 @@ def make_plan(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], sourc
         sources: (argument position or -1 for a keyword, layout) of each input tensor, in order.
         outputs: its output tensors.
         layout_of: tells an input tensor's layout.
-        layouts: numbers the outputs' layouts.
+        layouts: names the outputs' layouts.
     """
     found = propagate(info.func, args, kwargs, outputs, layout_of)
     is_move = info.is_move and bool(sources) and not info.writes
@@ -129,13 +136,16 @@ def op_info(func: Any) -> OpInfo:
     """Reads an op's schema."""
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order op: a compiled region
-        return OpInfo(func, str(func), ("arg",) * 256, False, False, False, True, False, set())
+        return OpInfo(func, str(func), ("arg",) * 256, (), False, False, False, True, False, set())
     namespace, _, name = schema.name.rpartition("::")
     return OpInfo(
         func=func,
         name=name if namespace == "aten" else f"{namespace}.{name}",
         argument_names=tuple(a.name for a in schema.arguments),
-        writes=any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments),
+        writes=tuple(
+            (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        ),
+        is_composite=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
         is_move=namespace == "aten" and name in MOVES,
         is_cat=namespace == "aten" and name == "cat",
         is_hashed=name not in _UNINITIALISED,

@@ -2,7 +2,7 @@
 
 A dispatch mode sees each ATen op after autograd and before the kernel; module hooks say where in the model it ran. Inputs
 are resolved through their producers, so that an op costs the hashing of its output only; parameters are hashed once per
-version; views cost nothing. What an op does to rows depends on its inputs' layouts and plain arguments alone: that *plan*
+capture; views cost nothing. What an op does to rows depends on its inputs' layouts and plain arguments alone: that *plan*
 is made once and looked up from then on, which is what makes capturing a decode loop cheap.
 """
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from detlab import bits
 from detlab.trace import layout as lay
 from detlab.trace.calls import NAMED_BY_ROWS, CallContext, begin_call, cache_tensors, input_layout
-from detlab.trace.hashing import Hasher, parameter_digest
+from detlab.trace.hashing import Hasher
 from detlab.trace.layout import Layout
 from detlab.trace.plans import Layouts, OpInfo, Output, Plan, make_plan, op_info
 from detlab.trace.records import NO_DIGESTS, Call, ModuleRecord, OpRecord, TensorRecord, Trace
@@ -36,12 +36,13 @@ class _Live:
 
     ref: weakref.ref[Tensor]
     layout: Layout | None
-    layout_id: int  # 0: unlaid
+    layout_id: str  # "": unlaid
     base: int  # first query slot of the call in which the layout was made
     root: int  # the record whose rows it shows
     exact: bool  # its rows are the root's rows, element by element and in that order
     version: int
     other_version: int  # a view takes over its base's counter only after the dispatcher returns
+    clock: int  # number of writes before it
 
 
 #: An input of an op: argument position (-1: a keyword), the tensor, and its record.
@@ -76,6 +77,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hasher = Hasher()
         self._call: Call | None = None
         self._base = 0
+        self._writes: dict[int, int] = {}  # storage -> number of the last write to it
+        self._clock = 0
 
     # ------------------------------------------------------------------------------------------------ set-up, hooks
     def __enter__(self) -> Recorder:
@@ -176,11 +179,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         info = self._infos.get(func)
         if info is None:
             info = self._infos[func] = op_info(func)
+        if info.is_composite and torch.is_inference_mode_enabled():
+            # Elsewhere autograd's dispatch takes such ops apart before they come here: do the same, and see the same ops.
+            with self._entered_again():
+                return func.decompose(*args, **kwargs)
         self._paused = True
         try:
             inputs, key = self._resolve_inputs(func, args, kwargs)
             if info.writes:
                 self._hasher.flush()  # an output that waits to be hashed may be about to change
+                self._note_writes(info, args, kwargs)
             result = func(*args, **kwargs)
             outputs = [result] if isinstance(result, Tensor) else _tensors(result)
             if outputs:
@@ -219,9 +227,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 key.append(tuple(value) if isinstance(value, list) else value)
         return found, key
 
+    @contextmanager
+    def _entered_again(self) -> Iterator[None]:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _note_writes(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remembers which storages an op writes to: what was known of tensors that share them is out of date then."""
+        self._clock += 1
+        for position, name in info.writes:
+            for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name)):
+                self._writes[_storage(tensor)] = self._clock
+
     def _is_current(self, known: _Live, tensor: Tensor) -> bool:
+        """Whether a tensor has not been written to since, be it through a view that shares no version with it."""
         version = _version(tensor)
-        return known.ref() is tensor and (version == known.version or version == known.other_version)
+        if known.ref() is not tensor or (version != known.version and version != known.other_version):
+            return False
+        return not self._writes or self._writes.get(_storage(tensor), 0) <= known.clock
 
     def _resolve(self, tensor: Tensor) -> _Live:
         """The live record of an input, made now where it was not seen before or has changed since."""
@@ -229,8 +255,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is not None and known.ref() is tensor:
             if known.base != self._base:
                 self._shift(known)
-            version = _version(tensor)
-            if version == known.version or version == known.other_version:
+            if self._is_current(known, tensor):
                 return known
             # Written to through another view, or behind the dispatcher: its rows are new inputs.
             name = self.trace.tensors[known.root].name or "tensor"
@@ -242,7 +267,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts a layout's token slots from the present call's first query slot."""
         if live.layout is not None:
             live.layout = lay.shift(live.layout, live.base - self._base)
-            live.layout_id = self._layouts.number(live.layout)
+            live.layout_id = self._layouts.name(live.layout)
         live.base = self._base
 
     def _enter_tensor(self, kind: str, name: str, tensor: Tensor, layout: Layout | None) -> _Live:
@@ -251,10 +276,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         version = _version(tensor)
         if kind in ("parameter", "buffer"):
             record.status, record.width = "whole", tensor.numel()
-            record.digests = parameter_digest(tensor, version)
+            record.digests = np.array([bits.digest(tensor.detach())], np.int64)
         else:
             self._hash(record, tensor, self._layouts.output(tensor, layout))
-        return self._track(tensor, layout, self._layouts.number(layout), record.number, True, version)
+        return self._track(tensor, layout, self._layouts.name(layout), record.number, True, version)
 
     def _new_record(self, kind: str, name: str, tensor: Tensor, op: int) -> TensorRecord:
         tensors = self.trace.tensors
@@ -265,8 +290,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors.append(record)
         return record
 
-    def _track(self, tensor: Tensor, layout: Layout | None, layout_id: int, root: int, exact: bool, other: int) -> _Live:
-        live = _Live(weakref.ref(tensor), layout, layout_id, self._base, root, exact, _version(tensor), other)
+    def _track(self, tensor: Tensor, layout: Layout | None, layout_id: str, root: int, exact: bool, other: int) -> _Live:
+        live = _Live(weakref.ref(tensor), layout, layout_id, self._base, root, exact, _version(tensor), other, self._clock)
         self._live[id(tensor)] = live
         return live
 
@@ -301,7 +326,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 op.is_view = True
             elif info.is_hashed:
                 self._hash(record, tensor, out)
-            self._track(tensor, out.layout, out.layout_id, record.number, True, _version(tensor) + info.writes)
+            self._track(tensor, out.layout, out.layout_id, record.number, True, _version(tensor) + bool(info.writes))
         op.outputs = tuple(numbers)
         if (self._observer is not None or self._save is not None) and not op.is_view:
             for tensor, out, number in zip(outputs, plan.outputs, numbers, strict=True):
@@ -309,6 +334,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _plan(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Source], key: list[Any],
               outputs: list[Tensor]) -> Plan:  # fmt: skip
+        if info.name == "_to_copy":  # it moves or computes, which its arguments do not say
+            key.append(args[0].dtype)
         name: tuple[Any, ...] | None = tuple(key) if info.is_planned else None
         try:
             plan = self._plans.get(name)
@@ -384,6 +411,11 @@ class _DtypeNames(dict[torch.dtype, str]):
 
 
 _DTYPE_NAMES = _DtypeNames()
+
+
+def _storage(tensor: Tensor) -> int:
+    """A number for the memory that a tensor shares with its views; 0 where it is opaque."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else 0
 
 
 def _tensors(value: Any) -> list[Tensor]:

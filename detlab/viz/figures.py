@@ -257,7 +257,7 @@ def overview(comparison: Comparison) -> go.Figure:
             y=list(sizes.values()),
             mode="lines+markers",
             showlegend=False,
-            marker_color=SCALE[3][1],
+            marker_color=SCALE[2][1],
             hovertemplate="%{x}<br>largest |a − b| %{y:.3g}<extra></extra>",
             row=1,
             col=2,

@@ -120,6 +120,8 @@ def use_the_panel(page: Any, artifacts: Path) -> None:
     plot = panel.locator(".detlab-heatmap .js-plotly-plot")
     plot.locator(".heatmaplayer image").first.wait_for(state="attached")
     panel.locator(".detlab-run:not([disabled])").wait_for(state="attached")
+    width = plot.evaluate("plot => plot._fullLayout.width")
+    assert width > 0.9 * panel.evaluate("panel => panel.clientWidth")
     panel.screenshot(path=artifacts / "panel-light.png")
 
     # Through the lists, which work from the keyboard.

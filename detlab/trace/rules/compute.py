@@ -292,8 +292,10 @@ def _write(op: Op) -> Layout | None:
     for old, new, size in zip(target, source, shape_of(op), strict=True):
         if dim_size(new) == size:
             out.append(new)
-        elif len(new) == 1 and new[0].kind == "token":  # slots of a preallocated cache
-            out.append((Atom("token", range(size)),))
+        elif len(new) == 1 and new[0].kind == "token" and op.name.startswith("index_copy") and op.args[2].device.type == "cpu":
+            # Slots of a preallocated cache: the index says where the new tokens go, and so where slot 0 lies.
+            first = new[0].index[0] - int(op.args[2][0])
+            out.append((Atom("token", range(first, first + size)),))
         else:
             out.append(old)
     return tuple(out)

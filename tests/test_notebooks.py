@@ -1,0 +1,215 @@
+"""Every notebook: small, stripped, in the house's form, and guarded by verdict cells that can fail.
+
+The notebooks themselves are run by nbval (`make test`); what is tested here is that such a run means something.
+"""
+
+import html
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.test_architecture import notebook_violations, public_names
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MARK = "# NBVAL_CHECK_OUTPUT"
+MAX_BYTES = 300_000
+# What differs from machine to machine must not be in a stored output.
+UNSTABLE = re.compile(r"\d\.\d|\be-?\d\d|\bULP\b|\bms\b|\bseconds\b|\btoken\b", re.IGNORECASE)
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def load(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def verdicts(notebook: Any) -> list[Any]:
+    return [cell for cell in code_cells(notebook) if MARK in cell.source]
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+    names = [path.name for path in NOTEBOOKS]
+    assert all(re.fullmatch(r"\d\d-[a-z0-9-]+\.ipynb", name) for name in names), names
+    assert len({name[:2] for name in names}) == len(names)
+
+
+@each_notebook
+def test_it_is_valid_and_small(path: Path) -> None:
+    nbformat.validate(load(path))
+    assert path.stat().st_size < MAX_BYTES
+    assert "widgets" not in load(path).metadata
+    assert "widget-view" not in path.read_text(encoding="utf-8")
+
+
+@each_notebook
+def test_outputs_are_kept_in_verdict_cells_only_and_counts_everywhere(path: Path) -> None:
+    cells = code_cells(load(path))
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "run tools/refresh_notebooks.py"
+    for cell in cells:
+        if MARK in cell.source:
+            assert cell.outputs, f"a verdict without a stored output is never compared:\n{cell.source}"
+        else:
+            assert not cell.outputs, f"run tools/refresh_notebooks.py; this cell has outputs:\n{cell.source}"
+
+
+@each_notebook
+def test_verdicts_hold_on_every_machine(path: Path) -> None:
+    found = verdicts(load(path))
+    assert found, "a notebook without a verdict cell proves nothing when it runs"
+    for cell in found:
+        for output in cell.outputs:
+            assert output.output_type == "stream"
+            assert output.name == "stdout"
+            assert not UNSTABLE.search(output.text), output.text
+            lines = output.text.strip().splitlines()
+            assert all(re.fullmatch(r"[^:]+: (True|0)", line) for line in lines), output.text
+
+
+@each_notebook
+def test_it_opens_and_closes_as_the_house_does(path: Path) -> None:
+    notebook = load(path)
+    first, second = notebook.cells[:2]
+    assert first.cell_type == "markdown"
+    assert first.source.startswith("# ")
+    for words in ("The question", "Afterwards you can", "You need", "minutes"):
+        assert words in first.source, words
+    assert second.cell_type == "code"
+    for words in ("import detlab", "seed", "detlab.environment()"):
+        assert words in second.source, words
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    for words in (
+        "Predict",
+        "Things to notice",
+        "Why",
+        "Where nothing diverges",
+        "## Summary",
+        "## Exercises",
+        "## References",
+    ):
+        assert words in text, words
+    assert text.count("<summary>Hint</summary>") == text.count("<summary>Solution</summary>") >= 2
+    assert all(cell.source.strip() for cell in notebook.cells)
+
+
+@each_notebook
+def test_displays_are_explicit(path: Path) -> None:
+    """A bare value at a cell's end would be an output that strict runs compare; a trailing `;` fails under nbval."""
+    import ast
+
+    for cell in code_cells(load(path)):
+        assert not cell.source.rstrip().endswith(";"), cell.source
+        last = ast.parse(cell.source).body[-1]
+        assert not isinstance(last, ast.Expr) or isinstance(last.value, ast.Call), cell.source
+
+
+@each_notebook
+def test_it_uses_public_names_and_needs_no_network(path: Path) -> None:
+    assert notebook_violations(path, public_names()) == []
+    for cell in code_cells(load(path)):
+        assert "http" not in cell.source
+        assert not re.search(r"^\s*[%!]", cell.source, re.MULTILINE)
+
+
+def first_part(path: Path, folder: Path, change: Any = None) -> Path:
+    """A copy of a notebook up to its first verdict cell, whose stored output may be changed, beside the prompts."""
+    notebook = load(path)
+    at = notebook.cells.index(verdicts(notebook)[0])
+    notebook.cells = notebook.cells[: at + 1]
+    for output in notebook.cells[-1].outputs if change is not None else ():
+        output.text = change(output.text)
+    (folder / "data").symlink_to(ROOT / "data")
+    copy = folder / "notebooks" / path.name
+    copy.parent.mkdir()
+    nbformat.write(notebook, copy)
+    return copy
+
+
+def python_path() -> str:
+    """Where a kernel finds this detlab, installed or not."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def run_nbval(notebook: Path, home: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--nbval-lax", "--nbval-current-env"]
+    command += ["--nbval-cell-timeout=120", "--rootdir", str(notebook.parent), "-c", os.devnull, notebook.name]
+    environment = os.environ | {"PYTHONPATH": python_path(), "IPYTHONDIR": str(home)}
+    return subprocess.run(
+        command, cwd=notebook.parent, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.slow
+@each_notebook
+def test_a_tampered_verdict_makes_the_run_fail(path: Path, tmp_path: Path) -> None:
+    tampered = first_part(path, tmp_path, lambda text: text.replace("True", "False", 1))
+    result = run_nbval(tampered, tmp_path / "ipython")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "1 failed" in result.stdout
+    assert "mismatch" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_same_notebook_passes_as_it_is_stored(tmp_path: Path) -> None:
+    """The control of the test above: without tampering, nothing fails."""
+    result = run_nbval(first_part(NOTEBOOKS[0], tmp_path), tmp_path / "ipython")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@each_notebook
+def test_the_solutions_of_the_exercises_are_right(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts each folded solution in its stub's place and runs the notebook; every check must say so."""
+    notebook = load(path)
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    folded = re.findall(r"<summary>Solution</summary><(code|pre)>(.*?)</\1>", text, re.DOTALL)
+    solutions = [html.unescape(solution) for _, solution in folded]
+    stubs = [cell for cell in code_cells(notebook) if re.match(r"\w+ = \.\.\.\n", cell.source)]
+    assert len(stubs) == len(solutions) >= 2
+    for cell, solution in zip(stubs, solutions, strict=True):
+        name, rest = cell.source.split(" = ...\n", 1)
+        assert re.search(rf"^{name} = ", solution, re.MULTILINE), solution
+        cell.source = f"{solution}\n{rest}"
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    assert [cell.outputs[0].text for cell in stubs] == ["right\n"] * len(stubs)
+
+
+def test_refreshing_strips_everything_but_verdicts_and_counts() -> None:
+    spec = importlib.util.spec_from_file_location("refresh_notebooks", ROOT / "tools/refresh_notebooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    v4 = nbformat.v4
+    out = v4.new_output("stream", name="stdout", text="yes: True\n")
+    cells = [
+        v4.new_code_cell("1 + 1", execution_count=1, outputs=[out], metadata={"execution": {"start": "now"}}),
+        v4.new_code_cell(f"{MARK}\nprint('yes:', True)", execution_count=2, outputs=[out]),
+    ]
+    notebook = v4.new_notebook(
+        cells=cells, metadata={"widgets": {"state": {}}, "language_info": {"name": "python", "version": "3.11.1"}}
+    )
+    stripped = tool.stripped(notebook)
+    assert [len(cell.outputs) for cell in stripped.cells] == [0, 1]
+    assert [cell.execution_count for cell in stripped.cells] == [1, 2]
+    assert "now" not in json.dumps(stripped)
+    assert "widgets" not in stripped.metadata
+    assert "3.11.1" not in json.dumps(stripped.metadata)
