@@ -56,7 +56,8 @@ def prefill_and_decode(model, ids, mask, steps=2):
     logits, cache = [], None
     for step in range(steps + 1):
         start = 0 if step == 0 else ids.shape[1] - 1
-        out = model(ids[:, start:], attention_mask=mask, position_ids=positions_of(mask)[:, start:], use_cache=True, cache=cache)
+        positions = positions_of(mask)[:, start:]
+        out = model(ids[:, start:], attention_mask=mask, position_ids=positions, use_cache=True, cache=cache)
         cache = out.cache
         logits.append(out.logits)
         ids = torch.cat([ids, torch.full_like(ids[:, :1], 40 + step)], 1)
@@ -166,7 +167,9 @@ def test_every_op_is_in_the_trace_under_its_module(models, name, gradients):
         counter = Counter(counted)
         with counter:
             prefill_and_decode(counted, ids, mask, 1)
-    assert [(op.module, op.op) for op in trace.ops] == counter.ops
+    # Of an output of a factory that somebody holds (here: until it is hashed), torch itself hands out a detached view.
+    seen = [(op.module, op.op) for op in trace.ops if op.op != "detach"]
+    assert seen == [op for op in counter.ops if op[1] != "detach"] and len(seen) > 200
     assert [(m.module, m.class_name) for m in trace.modules] == counter.modules
     assert [op.index for op in trace.ops] == list(range(len(trace.ops)))
     assert sum(op.is_view for op in trace.ops) > 100
@@ -190,7 +193,7 @@ def test_inference_mode_shows_the_same_ops(models):
         with gradients(), detlab.capture(models("tiny-llama")) as trace:
             prefill_and_decode(models("tiny-llama"), ids, mask, 1)
         found.append(trace)
-    programs = [[(op.module, op.op) for op in trace.ops if op.op != "detach_"] for trace in found]
+    programs = [[(op.module, op.op) for op in trace.ops if "detach" not in op.op] for trace in found]
     assert programs[0] == programs[1]
     assert detlab.compare(*found).verdict == "identical"
     assert detlab.compare(*found).rows_compared == detlab.compare(found[0], found[0]).rows_compared
@@ -258,7 +261,7 @@ def test_row_digests_are_those_of_the_modules_outputs(models, dtype):
         found = dict(zip(zip(*(part.tolist() for part in split_keys(keys)), strict=True), digests, strict=True))
         assert found == expected, name
         num_rows += len(found)
-    assert num_rows == 20 * 20  # embedding, 2 layers of 9 modules, head; 20 tokens
+    assert num_rows == 23 * 20  # embedding, 2 layers of 10 modules, norm and head; 20 tokens
 
 
 @pytest.mark.parametrize("padding", [0, 3])
@@ -525,16 +528,11 @@ def test_direct_calls_are_laid_without_a_runner(models):
     assert first.positions.tolist() == [[0, 1, 2, 3, 4, 5], [-1, -1, 0, 1, 2, 3]]
     assert second.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6], [-1, -1, 0, 1, 2, 3, 4]]
     assert second.tokens.tolist() == [[7], [9]] and second.prompts.tolist() == [0, 1]
-    # The decode step's keys are the rows of the cache, with the new one behind.
+    # The decode step's keys are the rows of the cache and the new ones.
     (flash,) = [op for op in trace.ops if op.call == 1 and "flash" in op.op and op.module == "model.layers.0.self_attn"]
     keys = {name: number for name, number, _ in flash.inputs}["key"]
-    assert trace.rows(keys)[0].tolist() == first_keys(trace) + [(0 << 32) + 8, (1 << 32) + 6] or sorted(
-        trace.rows(keys)[0].tolist()
-    ) == sorted([*first_keys(trace), (0 << 32) + 8, (1 << 32) + 6])
-
-
-def first_keys(trace):
-    return trace.calls[0].keys(range(2), range(6))[0].tolist()
+    prompt, position = split_keys(trace.rows(keys)[0])
+    assert list(zip(prompt.tolist(), position.tolist(), strict=True)) == [(0, i) for i in range(7)] + [(1, i) for i in range(5)]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -570,8 +568,9 @@ def test_embeddings_in_place_of_ids(models):
 
 def test_a_call_without_tokens_is_noted():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    x = draw(2, 4)
     with torch.no_grad(), detlab.capture(model) as trace:
-        model(draw(2, 4))
+        model(x)
     note = "a call without input_ids or inputs_embeds has no token rows: its tensors are unlaid"
     assert trace.notes == [note]
     assert len(trace.unlaid) == sum(not op.is_view for op in trace.ops) >= 2
@@ -596,7 +595,8 @@ def test_what_runs_between_calls_is_outside(models):
         model(batch_of([3])[0])
         x + 1
     outside = [op.op for op in trace.ops if op.module == "(outside)"]
-    assert outside == ["ones", "mul", "add"] or [op for op in outside if op in ("ones", "mul", "add")] == ["ones", "mul", "add"]
+    assert [op for op in outside if op in ("ones", "mul", "add")] == ["ones", "mul", "add"]
+    assert trace.unlaid == []
 
 
 def test_the_summary_counts(models):
@@ -606,4 +606,5 @@ def test_the_summary_counts(models):
     views = sum(op.is_view for op in trace.ops)
     text = f"1 calls, {len(trace.ops) - views} ops and {views} views in {len(trace.modules)} module calls, "
     assert trace.summary() == text + f"{trace.num_digests} row digests" and repr(trace) == f"Trace({trace.summary()})"
-    assert trace.model == {"class": "LlamaForCausalLM", "dtype": "float32", "parameters": sum(p.numel() for p in model.parameters())}
+    size = sum(p.numel() for p in model.parameters())
+    assert trace.model == {"class": "LlamaForCausalLM", "dtype": "float32", "parameters": size}

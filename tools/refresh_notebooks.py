@@ -17,13 +17,14 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "# NBVAL_CHECK_OUTPUT"
+KEPT = {"scrolled", "tags"}  # of a cell's metadata; "scrolled" folds a long output
 TIMEOUT = 300  # seconds per cell
 
 
 def stripped(notebook: Any) -> Any:
     """Removes from an executed notebook what is not compared; the notebook itself is changed and returned."""
     for cell in notebook.cells:
-        cell.metadata = {}
+        cell.metadata = {name: value for name, value in cell.metadata.items() if name in KEPT}
         if cell.cell_type == "code" and MARK not in cell.source:
             cell.outputs = []
     notebook.metadata = {

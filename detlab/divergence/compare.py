@@ -93,6 +93,9 @@ def _compare_runs(a: Run, b: Run, controls: bool, measure: bool, progress: Progr
     if result.verdict == IDENTICAL_VERDICT and result.logits_equal is False:
         result.verdict = DIVERGED
         notes.append("logits differ although no aligned row does: the difference arises in an op that could not be laid out")
+    if flips and result.verdict == IDENTICAL_VERDICT:
+        result.verdict = DIVERGED
+        notes.append("tokens differ although the logits are bitwise equal: the random draws differ, not the arithmetic")
     if any(result.num_nan):
         notes.append(f"logits hold NaN: {result.num_nan[0]} in a, {result.num_nan[1]} in b; greedy tokens mean nothing there")
     result.notes = notes + _limits(a.trace, forced.trace, detail)
@@ -161,11 +164,20 @@ def _is_on_the_path(trace: Trace, op_index: int) -> bool:
 
 
 def _other_path(a: Trace, b: Trace, detail: TraceComparison, first: Divergence) -> bool:
-    """Whether a first carrier's differing input was made by an op that the other run did not run."""
+    """Whether a first carrier's input was made by an op that the other run did not run, or in another format."""
+    if first.op_index not in detail.aligned:
+        return False
     op_a = a.ops[first.op_index]
     op_b = b.ops[detail.aligned[first.op_index]]
     of_b = {name: number for name, number, _ in op_b.inputs}
     for name, number, _ in op_a.inputs:
+        if first.inputs.get(name) == "unknown" and name in of_b:
+            ta, tb = a.tensors[number], b.tensors[of_b[name]]
+            if ta.status == tb.status == "rows":
+                made = a.producer(number)
+                where = f"{made.module} · {made.op}: " if made is not None else ""
+                first.source = f"{where}{ta.dtype}[{ta.width}] in a, {tb.dtype}[{tb.width}] in b"
+                return True
         if first.inputs.get(name) != "differs":
             continue
         maker_a, maker_b = a.producer(number), b.producer(of_b[name])

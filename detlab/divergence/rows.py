@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from detlab.divergence.align import Aligner, CallPair, pair_calls
-from detlab.trace.records import Array, OpRecord, TensorRecord, Trace, split_keys
+from detlab.trace.records import REGION, Array, OpRecord, TensorRecord, Trace, split_keys
 
 IDENTICAL, CARRIER, ORIGIN = 1, 2, 3
 
@@ -122,8 +122,8 @@ class RowComparer:
             keys: sorted keys of output rows.
 
         Returns:
-            (matched, by_input): bool per row over all inputs that can be compared; and per input its own answer, None
-            where it cannot be compared (another shape, or an input that only one side has).
+            (matched, by_input): whether every input that both sides have is known to match, per row; and per input its own
+            answer, None where it cannot be compared (rows of another form, or an input that only one side has).
         """
         matched = np.ones(len(keys), bool)
         by_input: dict[str, Array | None] = {}
@@ -134,8 +134,7 @@ class RowComparer:
                 continue
             answer = self._input(number_a, of_b[name][0], relation, keys)
             by_input[name] = answer
-            if answer is not None:
-                matched &= answer
+            matched &= False if answer is None else answer
         for name in of_b:
             by_input.setdefault(name, None)
         return matched, by_input
@@ -200,6 +199,10 @@ def compare_traces(a: Trace, b: Trace, limits: dict[int, int] | None = None) -> 
         for i, j in alignment.pairs:
             result.aligned.setdefault(list_a[i].index, list_b[j].index)
             _compare_op(result, comparer, pair, list_a[i], list_b[j])
+        for region in [list_a[i] for i in alignment.only_a if list_a[i].op == REGION]:
+            _compare_op(result, comparer, pair, region, _as_region(b, pair.b, region.module))
+        for region in [list_b[j] for j in alignment.only_b if list_b[j].op == REGION]:
+            _compare_op(result, comparer, pair, _as_region(a, pair.a, region.module), region)
     result.ops.sort(key=lambda op: op.a)
     return result
 
@@ -210,6 +213,15 @@ def _computing(trace: Trace) -> dict[int, list[OpRecord]]:
         if not op.is_view and op.call >= 0 and op.module != "(outside)":
             calls.setdefault(op.call, []).append(op)
     return calls
+
+
+def _as_region(trace: Trace, call: int, module: str) -> OpRecord:
+    """A module's call as one op, to be held against the compiled region that the other run made of it."""
+    for record in trace.modules:
+        if record.call == call and record.module == module and record.output >= 0:
+            inputs = tuple((n, t, "row" if trace.tensors[t].status == "rows" else "whole") for n, t in record.inputs)
+            return OpRecord(trace.tensors[record.output].op, call, module, REGION, 0, inputs, (record.output,))
+    return OpRecord(-1, call, module, REGION, 0, (), ())
 
 
 def _compare_op(result: TraceComparison, comparer: RowComparer, pair: CallPair, op_a: OpRecord, op_b: OpRecord) -> None:

@@ -25,7 +25,7 @@ from detlab.trace.calls import NAMED_BY_ROWS, CallContext, begin_call, cache_ten
 from detlab.trace.hashing import Hasher
 from detlab.trace.layout import Layout
 from detlab.trace.plans import Layouts, OpInfo, Output, Plan, make_plan, op_info
-from detlab.trace.records import NO_DIGESTS, Call, ModuleRecord, OpRecord, TensorRecord, Trace
+from detlab.trace.records import NO_DIGESTS, REGION, Call, ModuleRecord, OpRecord, TensorRecord, Trace
 
 #: Called for each tensor computed: its op, record, value, layout and call.
 Observer = Callable[[OpRecord, TensorRecord, Tensor, Layout | None, Call | None], None]
@@ -66,7 +66,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._save = save
         self._observer = observer
         self._paused = False
-        self._modules: list[tuple[str, int]] = []
+        self._modules: list[tuple[str, int, tuple[tuple[str, int], ...]]] = []
+        self._region: str | None = None  # the compiled module that is running
         self._handles: list[Any] = []
         self._live: dict[int, _Live] = {}
         self._named: dict[int, tuple[str, str]] = {}
@@ -88,7 +89,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, buffer in self.model.named_buffers():
             self._named[id(buffer)] = ("buffer", name)
         for name, module in self.model.named_modules():
-            before = self._before_root if module is self.model else self._before(name)
+            # Dynamo marks what it compiled: such a module runs as one region, and is recorded as one op.
+            is_region = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+            before = self._before_root if module is self.model else self._before(name, is_region)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(self._after(name), always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -112,13 +115,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._paused = before
 
-    def _before(self, name: str) -> Callable[..., None]:
+    def _before(self, name: str, is_region: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._modules.append((name, len(self.trace.ops)))
+            if self._region is not None:
+                return
             if self._call is not None and kwargs:
                 self._relabel(kwargs, self._call)
+            self._modules.append((name, len(self.trace.ops), self._arguments(args, kwargs)))
+            if is_region:
+                self._region = name
 
         return hook
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+        """The known tensors that a module is called with: (name, record)."""
+        found = []
+        for name, value in (*enumerate(args), *kwargs.items()):
+            if isinstance(value, Tensor):
+                known = self._live.get(id(value))
+                if known is not None and known.ref() is value:
+                    found.append((str(name), known.root))
+        return tuple(found)
 
     def _relabel(self, kwargs: dict[str, Any], call: Call) -> None:
         """Gives rows to positions and masks that the model made itself, by the names under which it passes them on."""
@@ -147,18 +164,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if is_cache and known is not None and self._is_current(known, tensor):
                     continue
                 self._enter_tensor("cache" if is_cache else "input", name, tensor, layout)
-        self._modules.append(("", len(self.trace.ops)))
+        self._modules.append(("", len(self.trace.ops), ()))
 
     def _after(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._modules:
+            if not self._modules or (self._region is not None and self._region != name):
                 return
-            _, first = self._modules.pop()
+            _, first, inputs = self._modules.pop()
+            if self._region == name:
+                self._region = None
+                with self._pause():
+                    self._record_region(name, inputs, _tensors(_plain(output)))
             tensor = _first_tensor(output)
             known = self._live.get(id(tensor)) if tensor is not None else None
             root = known.root if known is not None else -1
             calls, ops = len(self.trace.calls), len(self.trace.ops)
-            self.trace.modules.append(ModuleRecord(calls - 1, name, type(module).__name__, first, ops, root))
+            self.trace.modules.append(ModuleRecord(calls - 1, name, type(module).__name__, first, ops, root, inputs))
             if module is self.model:
                 with self._pause():
                     self._hasher.flush()
@@ -173,8 +194,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------------------------------------------ the ops
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs the op, and records it."""
-        if self._paused or (self._call is None and self.context is not None):
-            return func(*args, **(kwargs or {}))  # our own work, or the runner's between two calls
+        if self._paused or self._region is not None or (self._call is None and self.context is not None):
+            return func(*args, **(kwargs or {}))  # our own work, a compiled region's, or the runner's
         kwargs = kwargs or {}
         info = self._infos.get(func)
         if info is None:
@@ -332,6 +353,34 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor, out, number in zip(outputs, plan.outputs, numbers, strict=True):
                 self._keep(op, trace.tensors[number], tensor, out.layout)
 
+    def _record_region(self, name: str, inputs: tuple[tuple[str, int], ...], outputs: list[Tensor]) -> None:
+        """Records a compiled module as one op.
+
+        What it does inside is not seen; its outputs are laid out like the first input that has their leading dimensions,
+        which holds for modules that compute row by row.
+        """
+        op = OpRecord(len(self.trace.ops), len(self.trace.calls) - 1, name, REGION, 0, (), (), False, False)
+        self.trace.ops.append(op)
+        sources = [live for live in self._live.values() if live.root in {number for _, number in inputs}]
+        numbers = []
+        for tensor in outputs:
+            layout = None
+            for live in sources:
+                if live.layout is not None and live.ref() is not None and lay.has_rows(live.layout):
+                    lead = live.layout[: tensor.ndim - 1]
+                    if len(lead) == tensor.ndim - 1 and tuple(map(lay.dim_size, lead)) == tuple(tensor.shape[:-1]):
+                        layout = (*lead, lay.feature(tensor.shape[-1]))
+                        break
+            out = self._layouts.output(tensor, layout)
+            record = self._new_record("op", "", tensor, op.index)
+            numbers.append(record.number)
+            self._hash(record, tensor, out)
+            self._track(tensor, layout, out.layout_id, record.number, True, _version(tensor))
+            self._keep(op, record, tensor, layout)
+        op.outputs = tuple(numbers)
+        tensors = self.trace.tensors
+        op.inputs = tuple((n, t, "row" if tensors[t].status == "rows" else "whole") for n, t in inputs)
+
     def _plan(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Source], key: list[Any],
               outputs: list[Tensor]) -> Plan:  # fmt: skip
         if info.name == "_to_copy":  # it moves or computes, which its arguments do not say
@@ -426,11 +475,14 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
+def _plain(value: Any) -> Any:
+    return list(value.values()) if isinstance(value, dict) else value
+
+
 def _first_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         return value
-    if isinstance(value, dict):
-        value = list(value.values())
+    value = _plain(value)
     if isinstance(value, (list, tuple)):
         for item in value:
             found = _first_tensor(item)

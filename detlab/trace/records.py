@@ -18,6 +18,9 @@ from detlab.trace.layout import Index
 
 Array = np.ndarray
 
+#: Name of the one op that stands for a compiled module.
+REGION = "compiled_region"
+
 _POSITION_BITS = 32
 
 
@@ -80,11 +83,11 @@ class Call:
             rows = served[:1] if agree else np.zeros(1, np.int64)
             prompts = self.prompts[rows] if agree else np.full(1, -1)
         else:
-            rows = np.asarray(batch)
+            rows = np.asarray(batch, dtype=np.int64)
             prompts = self.prompts[rows]
         if slots is None:
             return prompts.astype(np.int64), np.where(prompts < 0, -1, -2).astype(np.int64)
-        columns = np.asarray(slots)
+        columns = np.asarray(slots, dtype=np.int64)
         inside = columns < self.positions.shape[1]
         positions = np.full((len(rows), len(columns)), -1, dtype=np.int64)
         positions[:, inside] = self.positions[np.ix_(rows, columns[inside])]
@@ -159,7 +162,14 @@ class OpRecord:
 
 @dataclass(slots=True)
 class ModuleRecord:
-    """One call of a module: its class, the ops that ran in it ([first_op, end_op)), and its first output."""
+    """One call of a module.
+
+    Attributes:
+        call, module, class_name: when, where, what.
+        first_op, end_op: the ops that ran in it, [first_op, end_op).
+        output: the tensor whose rows its first output shows; -1 where it returned none.
+        inputs: (argument, tensor) of the tensors it was called with.
+    """
 
     call: int
     module: str
@@ -167,6 +177,7 @@ class ModuleRecord:
     first_op: int
     end_op: int
     output: int
+    inputs: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,11 @@ def write_folder(path: str | Path, content: dict[str, Any], files: dict[str, dic
         TraceError: something else is at ``path``, or the disk refuses.
     """
     target = Path(path)
-    if target.exists() and not (target / _MANIFEST).is_file() and not (target.is_dir() and not any(target.iterdir())):
+    if target.exists() and not _may_replace(target):
         raise TraceError(f"{target} exists and is not a folder that detlab saved; choose another path or move it away.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        fresh = _beside(target)
     except OSError as error:
         raise TraceError(f"cannot write {target}: {error.strerror}. Nothing was written.") from error
     try:
@@ -61,10 +61,14 @@ def write_folder(path: str | Path, content: dict[str, Any], files: dict[str, dic
         manifest["checksum"] = _checksum(manifest)
         (fresh / _MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False), encoding="utf-8")
         if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-            os.rename(target, old / "old")
-            os.rename(fresh, target)
-            shutil.rmtree(old, ignore_errors=True)
+            old = _beside(target)
+            try:
+                os.rename(target, old / "old")
+                os.rename(fresh, target)
+            finally:
+                if not target.exists():  # what was there stays, whatever stopped us
+                    os.rename(old / "old", target)
+                shutil.rmtree(old, ignore_errors=True)
         else:
             os.rename(fresh, target)
     except (OSError, SafetensorError) as error:
@@ -72,6 +76,26 @@ def write_folder(path: str | Path, content: dict[str, Any], files: dict[str, dic
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return target
+
+
+def _may_replace(target: Path) -> bool:
+    """Whether a path holds what detlab saved, or an empty folder."""
+    if not target.is_dir() or target.is_symlink():
+        return False
+    if not any(target.iterdir()):
+        return True
+    try:
+        manifest = json.loads((target / _MANIFEST).read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == "detlab"
+
+
+def _beside(target: Path) -> Path:
+    """A new hidden folder beside a path, with the permissions that folders get here (`tempfile` would make it private)."""
+    folder = target.parent / f".{target.name}.{secrets.token_hex(6)}"
+    folder.mkdir()
+    return folder
 
 
 def read_folder(path: str | Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
@@ -188,6 +212,7 @@ def pack_trace(trace: Trace) -> tuple[dict[str, Any], dict[str, Tensor], dict[st
     columns["modules"] = _numbers(
         [[m.call, names(m.module), names(m.class_name), m.first_op, m.end_op, m.output] for m in trace.modules]
     )
+    ragged("modules.inputs", [[v for n, t in m.inputs for v in (names(n), t)] for m in trace.modules])
     for call in trace.calls:
         columns[f"call.{call.index}.prompts"] = _numbers(call.prompts)
         columns[f"call.{call.index}.positions"] = torch.from_numpy(np.ascontiguousarray(call.positions))
@@ -259,9 +284,11 @@ def _unpack(content: dict[str, Any], columns: dict[str, Tensor], saved: dict[str
             )  # fmt: skip
         )
         start = ends[number]
-    for call, module, class_name, first, end, output in table("modules", 6):
-        trace.modules.append(ModuleRecord(call, names[module], names[class_name], first, end, output))
-    trace.saved = {int(number): tensor for number, tensor in saved.items()}
+    taken = ragged("modules.inputs")
+    for index, (call, module, class_name, first, end, output) in enumerate(table("modules", 6)):
+        pairs = tuple((names[taken[index][i]], taken[index][i + 1]) for i in range(0, len(taken[index]), 2))
+        trace.modules.append(ModuleRecord(call, names[module], names[class_name], first, end, output, pairs))
+    trace.saved = {int(number): saved[number] for number in sorted(saved, key=int)}
     return trace
 
 

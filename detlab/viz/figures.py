@@ -164,7 +164,7 @@ def _cells(figure: go.Figure, plan: Arrangement, labels: list[str]) -> None:
             "cmin": low,
             "cmax": high,
             "colorbar": {
-                "title": {"text": "largest<br>|a − b|<br> "},
+                "title": {"text": "largest |a − b|", "side": "right"},
                 "tickvals": ticks,
                 "ticktext": [f"1e{t}" for t in ticks],
                 "len": min(1.0, 320 / figure.layout.height),
