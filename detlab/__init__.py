@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from detlab.runner import Run as Run
     from detlab.runner import load_trace as load_trace
     from detlab.runner import run as run
+    from detlab.sweep import sweep as sweep
     from detlab.trace.capture import capture as capture
     from detlab.trace.records import Trace as Trace
 
@@ -51,6 +52,7 @@ _HOMES = {
     "load_prompts": "detlab.prompts",
     "load_trace": "detlab.runner",
     "run": "detlab.runner",
+    "sweep": "detlab.sweep",
 }
 
 #: The public names, pinned: a test holds them.

@@ -24,7 +24,7 @@ from detlab import bits
 from detlab.errors import CaptureError, MachineError
 
 _folders: weakref.WeakKeyDictionary[nn.Module, tempfile.TemporaryDirectory[str]] = weakref.WeakKeyDictionary()
-_sent: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
+_sent: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def digests_of(model: nn.Module) -> dict[str, str]:
@@ -58,27 +58,26 @@ def send_model(model: nn.Module) -> Path:
                 f"{name} cannot be sent to a fresh process: {where or 'the model'} carries hooks or a replaced forward, "
                 "which would be lost. Remove them, or start Python with the variables set."
             )
-    state = {where: (tensor._version, tensor.data_ptr()) for where, tensor in _tensors(model)}
-    if _sent.get(model) == state:
+    config: Any = model.config
+    meta = {
+        "class": name,
+        "config_class": type(config).__name__,
+        "config": json.loads(config.to_json_string(use_diff=False)),
+        "attention": getattr(config, "_attn_implementation", None),
+        "experts": getattr(config, "_experts_implementation", None),
+        "digests": digests_of(model),  # versions and addresses would miss what is written through .data or numpy
+    }
+    if _sent.get(model) == meta:
         return Path(_folders[model].name)
     folder = tempfile.TemporaryDirectory(prefix="detlab-model-")
     path = Path(folder.name)
     try:
         save_file({where: tensor.detach().cpu().contiguous() for where, tensor in _tensors(model)}, path / "state.safetensors")
-        config: Any = model.config
-        meta = {
-            "class": name,
-            "config_class": type(config).__name__,
-            "config": json.loads(config.to_json_string(use_diff=False)),
-            "attention": getattr(config, "_attn_implementation", None),
-            "experts": getattr(config, "_experts_implementation", None),
-            "digests": digests_of(model),
-        }
         (path / "model.json").write_text(json.dumps(meta), encoding="utf-8")
     except BaseException:
         folder.cleanup()
         raise
-    _folders[model], _sent[model] = folder, state
+    _folders[model], _sent[model] = folder, meta
     return path
 
 

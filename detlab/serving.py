@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from detlab import bits
 from detlab.condition import Condition
 from detlab.errors import MachineError, UsageError
 from detlab.prompts import Prompt
@@ -158,7 +159,8 @@ def settings(condition: Condition, device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(flag, warn_only=warn_only)
 
 
-_copies: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str | None, str | None, int], nn.Module]] = weakref.WeakKeyDictionary()
+_Key = tuple[str | None, str | None, int]
+_copies: weakref.WeakKeyDictionary[nn.Module, dict[_Key, tuple[list[int], nn.Module]]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -175,9 +177,15 @@ def served_model(model: nn.Module, condition: Condition) -> Iterator[nn.Module]:
     try:
         if swap:
             served.set_attn_implementation(condition.attention)
+        if not compiled:
+            yield served
+            return
+        torch._dynamo.reset()  # what was compiled for another run must not count against this one's limit
         for module in compiled:
             module.forward = torch.compile(module.forward)
-        yield served
+        # A module that is called in many shapes must not fall back to eager code without a word.
+        with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+            yield served
     finally:
         for module in compiled:
             module.__dict__.pop("forward", None)
@@ -198,7 +206,7 @@ def _modules_to_compile(model: nn.Module, suffix: str | None) -> list[Any]:
 
 
 def _copy_for(model: nn.Module, condition: Condition) -> nn.Module:
-    """The model itself, or a copy that is cast, moved or realigned; a copy is made once and kept as long as the model."""
+    """The model itself, or a copy that is cast, moved or realigned; it is kept until the model's weights change, or it goes."""
     first = next(model.parameters())
     dtype = condition.dtype if condition.dtype is not None and getattr(torch, condition.dtype) != first.dtype else None
     device = condition.device
@@ -214,7 +222,9 @@ def _copy_for(model: nn.Module, condition: Condition) -> nn.Module:
     if key == (None, None, 0):
         return model
     known = _copies.setdefault(model, {})
-    if key not in known:
+    # Versions and addresses would miss what is written through .data or numpy.
+    state = [bits.digest(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
+    if key not in known or known[key][0] != state:
         twin = copy.deepcopy(model)
         if dtype is not None:
             _cast(twin, getattr(torch, dtype))
@@ -223,8 +233,8 @@ def _copy_for(model: nn.Module, condition: Condition) -> nn.Module:
         if condition.alignment:
             for parameter in twin.parameters():
                 parameter.data = _realigned(parameter.data, condition.alignment)
-        known[key] = twin
-    return known[key]
+        known[key] = (state, twin)
+    return known[key][1]
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ from detlab.divergence.result import (
 )
 from detlab.divergence.rows import TraceComparison, compare_traces, first_difference
 from detlab.errors import ControlError, TraceError, TraceMismatch, UsageError
-from detlab.trace.records import Trace
+from detlab.trace.records import TensorRecord, Trace
 
 if TYPE_CHECKING:
     from detlab.runner import Progress, Run
@@ -63,9 +63,28 @@ def _compare_bare(a: Trace, b: Trace) -> Comparison:
     num_prompts = max((int(c.prompts.max(initial=-1)) + 1 for c in a.calls), default=0)
     ids = [str(i) for i in range(num_prompts)]
     result = _judge(a, b, detail, ids)
+    carried = _carried_over(a, b)
+    if carried is not None:
+        result.verdict, result.first = DIVERGED, carried
+        result.carriers.insert(0, carried)
     result.notes += _limits(a, b, detail)
     result.controls = {"a_repeated": None, "b_repeated": None}
     return result
+
+
+def _carried_over(a: Trace, b: Trace) -> Divergence | None:
+    """The first call that was given the same tokens on top of a cache of another length: state from an earlier call."""
+    for call_a, call_b in zip(a.calls, b.calls, strict=False):
+        start_a, start_b = call_a.query.start, call_b.query.start
+        if start_a != start_b and np.array_equal(call_a.tokens, call_b.tokens) and call_a.tokens.size:
+            return Divergence(
+                kind="carrier", module="", op="(call)", occurrence=0, call=call_a.index, prompt=0, prompt_id="0",
+                position=int(call_a.positions[0, start_a]), inputs={"input_ids": "matched", "cache": "differs"},
+                num_rows=call_a.tokens.size, source=f"an earlier call: the cache held {start_a} tokens in a, {start_b} in b",
+            )  # fmt: skip
+        if start_a != start_b:
+            return None
+    return None
 
 
 def _compare_runs(a: Run, b: Run, controls: bool, measure: bool, progress: Progress | None) -> Comparison:
@@ -194,6 +213,13 @@ def _other_path(a: Trace, b: Trace, detail: TraceComparison, first: Divergence) 
 def _limits(a: Trace, b: Trace, detail: TraceComparison) -> list[str]:
     """What the comparison could not see, in words."""
     notes = [*a.notes, *(n for n in b.notes if n not in a.notes)]
+    stored_a, stored_b = _stored(a), _stored(b)
+    for name in stored_a.keys() & stored_b.keys():
+        ours, theirs = stored_a[name], stored_b[name]
+        if ours.dtype != theirs.dtype:
+            notes.append(f"{ours.kind} {name} is {ours.dtype} in a, {theirs.dtype} in b")
+        elif not np.array_equal(ours.digests, theirs.digests):
+            notes.append(f"{ours.kind} {name} differs between a and b")
     for side, trace in (("a", a), ("b", b)):
         lost = trace.unlaid
         if lost:
@@ -208,6 +234,11 @@ def _limits(a: Trace, b: Trace, detail: TraceComparison) -> list[str]:
             names = sorted({trace.ops[i].op for i in only})
             notes.append(f"{len(only)} ops ran in {side} only: {_few(names, 6)}")
     return notes
+
+
+def _stored(trace: Trace) -> dict[str, TensorRecord]:
+    """The last version of every parameter and buffer that an op read."""
+    return {t.name: t for t in trace.tensors if t.kind in ("parameter", "buffer")}
 
 
 def _few(names: list[str], most: int) -> str:

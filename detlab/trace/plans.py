@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from detlab.bits import PIECE_BYTES
 from detlab.trace import layout as lay
 from detlab.trace.layout import Index, Layout
 from detlab.trace.rules import MOVES, propagate
@@ -89,7 +90,9 @@ class Layouts:
         shape = tuple(tensor.shape)
         name = self.name(layout)
         if layout is None or not lay.has_rows(layout):
-            width = shape[-1] if shape else 1
+            # Small ones are hashed flat: what a view of them says must not depend on its shape.
+            is_small = tensor.numel() * tensor.element_size() <= PIECE_BYTES
+            width = max(1, tensor.numel()) if is_small else (shape[-1] if shape else 1)
             num_rows = tensor.numel() // width if width else 0
             status = "unlaid" if layout is None else "whole"
             return Output(shape, layout, name, False, status, None, None, False, num_rows, width, True)

@@ -119,8 +119,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._region is not None:
                 return
-            if self._call is not None and kwargs:
-                self._relabel(kwargs, self._call)
+            if self._call is not None:
+                if kwargs:
+                    self._relabel(kwargs, self._call)
+                if isinstance(module, nn.Embedding) and args:  # looked up with one index a token: positions, types
+                    self._relabel({"position_ids": args[0]}, self._call)
             self._modules.append((name, len(self.trace.ops), self._arguments(args, kwargs)))
             if is_region:
                 self._region = name
@@ -145,6 +148,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             known = self._live.get(id(tensor))
             layout = input_layout(name, tensor, call)
+            if name == "position_ids" and known is not None and lay.has_rows(known.layout):
+                continue
             if layout is not None and (known is None or known.layout != layout):
                 with self._pause():
                     self._enter_tensor("input", name, tensor, layout)
