@@ -10,6 +10,8 @@ Importing it changes nothing; names are loaded when they are first used.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -72,3 +74,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+class _Names(ModuleType):
+    """Keeps a public function from being hidden by the module of its name (``environment``, ``investigate``, ``sweep``)."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):  # what the import system sets after a first import
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Names

@@ -215,7 +215,7 @@ class Comparison:
         return self.summary()
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><td>{html.escape(line)}</td></tr>" for line in self.summary().splitlines())
+        rows = "".join(f"<tr><td style='text-align:left'>{html.escape(line)}</td></tr>" for line in self.summary().splitlines())
         return f"<table>{rows}</table>"
 
 
