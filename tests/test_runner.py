@@ -308,16 +308,19 @@ def test_nan_logits_are_reported(model):
 
 
 # ------------------------------------------------------------------------------------------------- dtype, attention
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "bfloat16") for name in FAMILIES), ("tiny-llama", "float64"), ("tiny-gpt2", "float16")]
+)
 def test_a_cast_copy_is_what_loading_in_that_dtype_gives(name, dtype):
     model, loaded = detlab.load_model(name)[0], detlab.load_model(name, dtype=dtype)[0]
     cast = detlab.run(model, PROMPTS[:1], Condition(dtype=dtype), new_tokens=2)
     own = detlab.run(loaded, PROMPTS[:1], new_tokens=2)
     assert cast.logits[0].dtype == getattr(torch, dtype)
     assert_same_outputs(cast, own)
-    for a, b in zip(cast.trace.tensors, own.trace.tensors, strict=True):
-        assert a.dtype == b.dtype and np.array_equal(a.digests, b.digests)
+    assert detlab.compare(cast, own).verdict == "identical"
+    if name != "tiny-gemma3":  # its embed_scale is a buffer that is cast where it is used
+        for a, b in zip(cast.trace.tensors, own.trace.tensors, strict=True):
+            assert a.dtype == b.dtype and np.array_equal(a.digests, b.digests)
     assert next(model.parameters()).dtype == torch.float32
     assert cast.md5 != detlab.run(model, PROMPTS[:1], new_tokens=2, trace=False).md5
 
@@ -352,7 +355,9 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
-@pytest.mark.parametrize("text", ["attention=eager", "attention=eager,dtype=bfloat16", "threads=2,deterministic_algorithms=True"])
+@pytest.mark.parametrize(
+    "text", ["attention=eager", "attention=eager,dtype=bfloat16", "threads=2,deterministic_algorithms=True"]
+)
 def test_an_interruption_leaves_nothing_behind(model, text, error):
     def interrupt(done, total, what):
         if done == 2:

@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 
 import numpy as np
 
-from detlab.trace.records import Array, OpRecord, Trace, row_keys, split_keys
+from detlab.trace.records import Array, Trace, row_keys, split_keys
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ def _row_table(trace: Trace, limits: dict[int, int] | None) -> dict[int, dict[in
     return table
 
 
+#: The ops of a call that compute, as (module, op).
+Program = tuple[tuple[str, str], ...]
+
+
 @dataclass(frozen=True)
 class OpAlignment:
     """Which ops of two calls correspond: pairs of indices into the calls' op lists, and what only one side has."""
@@ -81,16 +85,13 @@ class Aligner:
     """Aligns the ops of calls; calls that run the same program are aligned once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]], OpAlignment] = {}
+        self._known: dict[tuple[Program, Program], OpAlignment] = {}
 
-    def __call__(self, a: Sequence[OpRecord], b: Sequence[OpRecord]) -> OpAlignment:
-        """Aligns two lists of ops that compute (views left out)."""
-        program_a = tuple((op.module, op.op) for op in a)
-        program_b = tuple((op.module, op.op) for op in b)
-        key = (program_a, program_b)
-        found = self._known.get(key)
+    def __call__(self, a: Program, b: Program) -> OpAlignment:
+        """Aligns two programs."""
+        found = self._known.get((a, b))
         if found is None:
-            found = self._known[key] = align(program_a, program_b)
+            found = self._known[a, b] = align(a, b)
         return found
 
 

@@ -257,7 +257,7 @@ def _logits(a: Run, b: Run, limits: dict[int, int] | None) -> tuple[float | None
             continue
         equal = equal and bits.equal(x, y)
         cosine = torch.nn.functional.cosine_similarity(x.double(), y.double(), dim=-1)
-        smallest = min(smallest, float(cosine.min()))
+        smallest = float(np.minimum(smallest, float(cosine.min())))  # keeps NaN, as min() does not
     return (None if np.isnan(smallest) else smallest), equal
 
 

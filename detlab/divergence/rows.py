@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from detlab.divergence.align import Aligner, CallPair, pair_calls
-from detlab.trace.records import REGION, Array, OpRecord, TensorRecord, Trace, split_keys
+from detlab.trace.records import REGION, Array, OpRecord, TensorRecord, Trace, split_keys, without_copy
 
 IDENTICAL, CARRIER, ORIGIN = 1, 2, 3
 
@@ -102,7 +102,7 @@ class RowComparer:
                 found = np.ones(len(keys), bool)
             else:
                 prompt, position = split_keys(keys)
-                found = np.isin(keys, pair.keys) | ((position == -2) & np.isin(prompt, pair.prompts))
+                found = np.isin(without_copy(keys), pair.keys) | ((position == -2) & np.isin(prompt, pair.prompts))
             self._chosen[at] = found
             self._kept.append(keys)
         return found
@@ -136,7 +136,7 @@ class RowComparer:
         by_input: dict[str, Array | None] = {}
         of_b = {name: (number, relation) for name, number, relation in op_b.inputs}
         for name, number_a, relation in op_a.inputs:
-            if name not in of_b:
+            if name not in of_b or relation == "place":
                 by_input[name] = None
                 continue
             answer = self._input(number_a, of_b[name][0], relation, keys)
@@ -155,17 +155,7 @@ class RowComparer:
             return None
         in_keys, equal = found
         if relation == "row":
-            at = np.searchsorted(in_keys, keys)
-            inside = (at < len(in_keys)) & (in_keys[np.minimum(at, len(in_keys) - 1)] == keys)
-            answer = np.ones(len(keys), bool)
-            answer[inside] = equal[at[inside]]
-            if not inside.all():  # a row of the whole prompt sees all its tokens' rows, and each of those sees it
-                prompt, position = split_keys(keys)
-                in_prompt, in_position = split_keys(in_keys)
-                broken, broken_whole = in_prompt[~equal], in_prompt[~equal & (in_position == -2)]
-                answer[~inside & (position == -2)] = ~np.isin(prompt[~inside & (position == -2)], broken)
-                answer[~inside & (position >= 0)] = ~np.isin(prompt[~inside & (position >= 0)], broken_whole)
-            return answer
+            return _same_row(in_keys, equal, keys)
         # Context: every row of the same prompt up to the row's own position must match.
         prompt, position = split_keys(keys)
         in_prompt, in_position = split_keys(in_keys)
@@ -178,6 +168,29 @@ class RowComparer:
             if first is not None:
                 answer[rows] = (position[rows] >= 0) & (position[rows] < first)
         return answer
+
+
+def _same_row(in_keys: Array, equal: Array, keys: Array) -> Array:
+    """Whether each output row's own input row matched; a row that the input does not have counts as matched."""
+    tokens_in = without_copy(in_keys)
+    if not np.array_equal(tokens_in, in_keys):
+        # Copies are numbered in the order in which a tensor holds them, which sorting by expert changes: all must match.
+        in_keys, first = np.unique(tokens_in, return_inverse=True)
+        gathered = np.ones(len(in_keys), bool)
+        np.logical_and.at(gathered, first, equal)
+        equal = gathered
+    keys = without_copy(keys)  # a token is sent to several places: each copy saw the token's row
+    at = np.searchsorted(in_keys, keys)
+    inside = (at < len(in_keys)) & (in_keys[np.minimum(at, len(in_keys) - 1)] == keys)
+    answer = np.ones(len(keys), bool)
+    answer[inside] = equal[at[inside]]
+    if not inside.all():  # a row of the whole prompt sees all its tokens' rows, and each of those sees it
+        prompt, position = split_keys(keys)
+        in_prompt, in_position = split_keys(in_keys)
+        broken, broken_whole = in_prompt[~equal], in_prompt[~equal & (in_position == -2)]
+        answer[~inside & (position == -2)] = ~np.isin(prompt[~inside & (position == -2)], broken)
+        answer[~inside & (position >= 0)] = ~np.isin(prompt[~inside & (position >= 0)], broken_whole)
+    return answer
 
 
 def compare_traces(a: Trace, b: Trace, limits: dict[int, int] | None = None) -> TraceComparison:
@@ -196,7 +209,7 @@ def compare_traces(a: Trace, b: Trace, limits: dict[int, int] | None = None) -> 
     pairs = pair_calls(a, b, limits)
     for pair in pairs:
         list_a, list_b = ops_a.get(pair.a, []), ops_b.get(pair.b, [])
-        alignment = aligner(list_a, list_b)
+        alignment = aligner(_program(a, list_a), _program(b, list_b))
         if pair.a not in seen_a:
             result.only_a += [list_a[i].index for i in alignment.only_a]
         if pair.b not in seen_b:
@@ -220,6 +233,18 @@ def _computing(trace: Trace) -> dict[int, list[OpRecord]]:
         if not op.is_view and op.call >= 0 and op.module != "(outside)":
             calls.setdefault(op.call, []).append(op)
     return calls
+
+
+def _program(trace: Trace, ops: list[OpRecord]) -> tuple[tuple[str, str], ...]:
+    """What a call computes, as (module, op); an op that reads a part of a parameter (one expert's weight) names the part."""
+    program = []
+    for op in ops:
+        name = op.op
+        for _, number, relation in op.inputs:
+            if relation == "whole" and trace.tensors[number].name.endswith("]"):
+                name += f" with {trace.tensors[number].name}"
+        program.append((op.module, name))
+    return tuple(program)
 
 
 def _as_region(trace: Trace, call: int, module: str) -> OpRecord:

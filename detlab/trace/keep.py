@@ -45,7 +45,7 @@ class RowKeeper:
         cut = rows_of(tensor, layout)
         if cut.columns is not None:
             return
-        keys, at = call.keys(record.batch, record.slots)
+        keys, at = call.keys(record.batch, record.slots, record.pairs)
         known = self._cuts.get(id(keys))
         if known is None:
             mine = np.isin(split_keys(keys)[0], self.prompts)

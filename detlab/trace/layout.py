@@ -24,7 +24,7 @@ Index = range | tuple[int, ...]
 class Atom(NamedTuple):
     """One axis walked by a dimension: its kind, and the batch rows or token slots it walks over."""
 
-    kind: str  # "batch", "token" or "feature"
+    kind: str  # "batch", "token", "feature", or "row": picked (batch row, token slot) pairs, as `pair` numbers them
     index: Index  # type: ignore[assignment]  # a field, which hides tuple.index on purpose
 
     @property
@@ -35,6 +35,57 @@ class Atom(NamedTuple):
 
 Dim = tuple[Atom, ...]
 Layout = tuple[Dim, ...]
+
+
+_SLOT_BITS, _SLOT_ZERO = 24, 1 << 23
+
+
+def pair(batch: int, slot: int) -> int:
+    """One number for a (batch row, token slot); slots may be negative, and adding to it moves the slot."""
+    return (batch << _SLOT_BITS) + slot + _SLOT_ZERO
+
+
+def unpair(number: int) -> tuple[int, int]:
+    """The inverse of `pair`."""
+    return number >> _SLOT_BITS, (number & ((1 << _SLOT_BITS) - 1)) - _SLOT_ZERO
+
+
+def pick_rows(dim: Dim, where: Sequence[int]) -> Dim | None:
+    """Picks rows by number out of a dimension that walks over (batch, token, features); None where it does not.
+
+    This is how mixture-of-experts layers sort tokens: the rows come out in another order, each perhaps several times.
+    """
+    kinds = [atom.kind for atom in dim]
+    if kinds[:1] == ["row"]:
+        pairs: Sequence[int] = dim[0].index
+    elif kinds[:2] == ["batch", "token"]:
+        pairs = [pair(b, s) for b in dim[0].index for s in dim[1].index]
+    else:
+        return None
+    width = dim_size(dim) // len(pairs) if pairs else 1  # features that share the dimension, such as a token's experts
+    return rows_dim(tuple(pairs[i // width] for i in where))
+
+
+def rows_dim(pairs: tuple[int, ...]) -> Dim:
+    """The dimension that walks over pairs: batch and token where they are all pairs of a range each, in order."""
+    if not pairs:
+        return (Atom("row", pairs),)
+    (b0, s0), (b1, s1) = unpair(pairs[0]), unpair(pairs[-1])
+    if len(pairs) == (b1 - b0 + 1) * (s1 - s0 + 1):
+        batch, slots = range(b0, b1 + 1), range(s0, s1 + 1)
+        if pairs == tuple(pair(b, s) for b in batch for s in slots):
+            return (Atom("batch", batch), Atom("token", slots))
+    return (Atom("row", pairs),)
+
+
+def _split_rows(atom: Atom, outer: int) -> tuple[Dim, int] | None:
+    """Splits picked rows that come in runs of one row each: (rows, length of a run)."""
+    inner = len(atom.index) // outer
+    index = tuple(atom.index)
+    firsts = index[::inner]
+    if index != tuple(i for i in firsts for _ in range(inner)):
+        return None
+    return rows_dim(firsts), inner
 
 
 def feature(size: int) -> Dim:
@@ -176,10 +227,19 @@ def reshape(layout: Layout, shape: Sequence[int]) -> Layout | None:
                 product *= length
             else:
                 need = size // product
-                if atom.is_row or size % product or length % need:
+                if size % product or length % need:
                     return None
-                dim += feature(need)
-                atoms.append(Atom("feature", range(length // need)))
+                if atom.kind == "row":
+                    split = _split_rows(atom, need)
+                    if split is None:
+                        return None
+                    dim += split[0]
+                    atoms += feature(split[1])
+                elif atom.is_row:
+                    return None
+                else:
+                    dim += feature(need)
+                    atoms.append(Atom("feature", range(length // need)))
                 product = size
         out.append(dim)
         axis += 1
@@ -202,7 +262,7 @@ def shift(layout: Layout, by: int) -> Layout:
     if not by or not has_rows(layout):
         return layout
     return tuple(
-        tuple(Atom(a.kind, shift_index(a.index, by)) if a.kind == "token" else a for a in dim) for dim in layout
+        tuple(Atom(a.kind, shift_index(a.index, by)) if a.kind in ("token", "row") else a for a in dim) for dim in layout
     )
 
 
@@ -217,6 +277,7 @@ class Cut(NamedTuple):
 
     batch: Index | None
     slots: Index | None
+    pairs: Index | None  # picked rows, instead of batch and slots
     columns: Index | None
     num_rows: int
     width: int
@@ -238,9 +299,10 @@ class Rows(NamedTuple):
 def cut_of(layout: Layout) -> Cut:
     """Finds how to cut a layout into rows; features keep the order of the tensor's dimensions."""
     atoms = [atom for dim in layout for atom in dim]
+    picked = next((i for i, a in enumerate(atoms) if a.kind == "row"), None)
     batch = next((i for i, a in enumerate(atoms) if a.kind == "batch"), None)
     tokens = [i for i, a in enumerate(atoms) if a.kind == "token"]
-    lead = [i for i in (batch, tokens[0] if tokens else None) if i is not None]
+    lead = [i for i in (batch, tokens[0] if tokens else None, picked) if i is not None]
     column = tokens[1] if len(tokens) > 1 else None
     rest = [i for i in range(len(atoms)) if i not in lead and i != column]
     order = lead + rest + ([column] if column is not None else [])
@@ -253,6 +315,7 @@ def cut_of(layout: Layout) -> Cut:
     return Cut(
         batch=atoms[batch].index if batch is not None else None,
         slots=atoms[tokens[0]].index if tokens else None,
+        pairs=atoms[picked].index if picked is not None else None,
         columns=atoms[column].index if column is not None else None,
         num_rows=num_rows,
         width=width,

@@ -23,6 +23,11 @@ _CONTEXT_ARGS = {
     "_scaled_dot_product_efficient_attention": _ATTENTION, "_scaled_dot_product_cudnn_attention": _ATTENTION,
     "scaled_dot_product_attention": _ATTENTION, "_scaled_dot_product_fused_attention_overrideable": _ATTENTION,
 }  # fmt: skip
+# Arguments that say where rows go, not what is in them: they follow the batch, and so are no inputs to be compared.
+_PLACES = {
+    "index": {1}, "index_select": {2}, "index_add": {2}, "index_add_": {2}, "index_copy": {2}, "index_copy_": {2},
+    "index_put": {1}, "index_put_": {1}, "_grouped_mm": {2},
+}  # fmt: skip
 _UNINITIALISED = {"empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided", "empty_permuted"}
 # Their effect on rows follows from the values of an index.
 _READS_VALUES = {"index", "index_select", "index_copy", "index_copy_"}
@@ -55,6 +60,7 @@ class Output:
     status: str
     batch: Index | None
     slots: Index | None  # relative to the call's first query slot
+    pairs: Index | None  # likewise
     has_columns: bool
     num_rows: int
     width: int
@@ -95,11 +101,11 @@ class Layouts:
             width = max(1, tensor.numel()) if is_small else (shape[-1] if shape else 1)
             num_rows = tensor.numel() // width if width else 0
             status = "unlaid" if layout is None else "whole"
-            return Output(shape, layout, name, False, status, None, None, False, num_rows, width, True)
+            return Output(shape, layout, name, False, status, None, None, None, False, num_rows, width, True)
         cut = lay.cut_of(layout)
         return Output(
-            shape, layout, name, False, "rows", cut.batch, cut.slots, cut.columns is not None, cut.num_rows, cut.width,
-            cut.is_flat,
+            shape, layout, name, False, "rows", cut.batch, cut.slots, cut.pairs, cut.columns is not None, cut.num_rows,
+            cut.width, cut.is_flat,
         )  # fmt: skip
 
 
@@ -131,7 +137,10 @@ def make_plan(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], sourc
             name = info.argument_names[position]
             if isinstance(args[position], (list, tuple)):
                 name, counts[position] = f"{name}[{counts[position]}]", counts[position] + 1
-        named.append((name, _relation(position, layout, found[0], info.context)))
+        relation = _relation(position, layout, found[0], info.context)
+        if relation == "whole" and position in _PLACES.get(info.name, ()):
+            relation = "place"
+        named.append((name, relation))
     return Plan(made, tuple(named), is_move)
 
 

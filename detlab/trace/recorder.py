@@ -75,6 +75,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._plans: dict[Any, Plan] = {}
         self._layouts = Layouts()
         self._occurrence: dict[tuple[str, str], int] = {}
+        self._stored: dict[int, int] = {}  # parameters and buffers: number of elements
+        self._parts: dict[tuple[int, int, tuple[int, ...]], int] = {}
         self._hasher = Hasher()
         self._call: Call | None = None
         self._base = 0
@@ -303,9 +305,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind in ("parameter", "buffer"):
             record.status, record.width = "whole", tensor.numel()
             record.digests = np.array([bits.digest(tensor.detach())], np.int64)
+            self._stored[record.number] = tensor.numel()
         else:
             self._hash(record, tensor, self._layouts.output(tensor, layout))
         return self._track(tensor, layout, self._layouts.name(layout), record.number, True, version)
+
+    def _part(self, whole: int, tensor: Tensor) -> int:
+        """A part of a parameter as a record of its own: one expert's weight is another input than the next one's."""
+        offset = int(tensor.storage_offset())
+        at = (whole, offset, tuple(tensor.shape))
+        known = self._parts.get(at)
+        if known is None:
+            source = self.trace.tensors[whole]
+            name = f"{source.name}[{offset // max(1, tensor.numel())}]"
+            record = self._new_record(source.kind, name, tensor, -1)
+            record.status, record.width = "whole", tensor.numel()
+            record.digests = np.array([bits.digest(tensor.detach())], np.int64)
+            known = self._parts[at] = record.number
+            self._stored[known] = tensor.numel()
+        return known
 
     def _new_record(self, kind: str, name: str, tensor: Tensor, op: int) -> TensorRecord:
         tensors = self.trace.tensors
@@ -340,9 +358,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if plan.is_move:
             _, source, live = inputs[0]
             other = _version(source)
+            stored = self._stored.get(live.root, 0)
+            roots = []
             for tensor, out in zip(outputs, plan.outputs, strict=True):
-                self._track(tensor, out.layout, out.layout_id, live.root, live.exact and out.keeps_rows, other)
-            op.outputs = (live.root,) * len(outputs)
+                root = live.root if tensor.numel() >= stored else self._part(live.root, tensor)
+                self._track(tensor, out.layout, out.layout_id, root, live.exact and out.keeps_rows, other)
+                roots.append(root)
+            op.outputs = tuple(roots)
             return
         numbers = []
         for tensor, out in zip(outputs, plan.outputs, strict=True):
@@ -415,6 +437,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record.batch = out.batch
         if out.slots is not None:
             record.slots = lay.shift_index(out.slots, self._base)
+        if out.pairs is not None:
+            record.pairs = tuple(lay.shift_index(out.pairs, self._base))
         if not tensor.numel():
             return
         if out.has_columns:

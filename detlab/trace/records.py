@@ -14,25 +14,43 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from detlab.trace.layout import Index
+from detlab.trace.layout import Index, unpair
 
 Array = np.ndarray
 
 #: Name of the one op that stands for a compiled module.
 REGION = "compiled_region"
 
-_POSITION_BITS = 32
+# A row key: prompt, copy (a token that a mixture of experts sends to several of them), position + 2.
+_PROMPT_SHIFT, _COPY_SHIFT = 32, 24
+_COPIES = ((1 << _PROMPT_SHIFT) - 1) ^ ((1 << _COPY_SHIFT) - 1)
 
 
 def row_keys(prompt: Array, position: Array) -> Array:
     """One sortable number per row; the position -2 ("the whole prompt") sorts before every token."""
-    keys: Array = (prompt << _POSITION_BITS) + (position + 2)
+    keys: Array = (prompt << _PROMPT_SHIFT) + (position + 2)
     return keys
 
 
 def split_keys(keys: Array) -> tuple[Array, Array]:
     """The inverse of `row_keys`: (prompt, position)."""
-    return keys >> _POSITION_BITS, (keys & ((1 << _POSITION_BITS) - 1)) - 2
+    return keys >> _PROMPT_SHIFT, (keys & ((1 << _COPY_SHIFT) - 1)) - 2
+
+
+def without_copy(keys: Array) -> Array:
+    """Keys of the tokens that rows stand for, whichever copy they are."""
+    return keys & ~_COPIES
+
+
+def _number_copies(keys: Array) -> Array:
+    """Makes repeated keys distinct, in order of appearance."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    copies = np.arange(len(keys)) - np.repeat(starts, np.diff(np.r_[starts, len(keys)]))
+    numbered = keys.copy()
+    numbered[order] += copies << _COPY_SHIFT
+    return numbered
 
 
 NO_DIGESTS = np.zeros(0, np.int64)
@@ -57,18 +75,27 @@ class Call:
     positions: Array
     query: range
     tokens: Array
-    _keys: dict[tuple[Index | None, Index | None], tuple[Array, Array]] = field(default_factory=dict, repr=False)
+    _keys: dict[Any, tuple[Array, Array]] = field(default_factory=dict, repr=False)
 
-    def keys(self, batch: Index | None, slots: Index | None) -> tuple[Array, Array]:
+    def keys(self, batch: Index | None, slots: Index | None, pairs: Index | None = None) -> tuple[Array, Array]:
         """The named rows of a tensor: (sorted row keys, where each row stands in the tensor); the same arrays every time."""
-        found = self._keys.get((batch, slots))
+        found = self._keys.get((batch, slots, pairs))
         if found is None:
-            prompt, position = self.row_names(batch, slots)
+            prompt, position = self._pair_names(pairs) if pairs is not None else self.row_names(batch, slots)
             at = np.flatnonzero(prompt >= 0)
             keys = row_keys(prompt[at], position[at])
+            if pairs is not None:
+                keys = _number_copies(keys)
             order = np.argsort(keys, kind="stable")
-            found = self._keys[batch, slots] = (keys[order], at[order])
+            found = self._keys[batch, slots, pairs] = (keys[order], at[order])
         return found
+
+    def _pair_names(self, pairs: Index) -> tuple[Array, Array]:
+        """Names picked rows: (prompt, position)."""
+        split = np.array([unpair(number) for number in pairs], np.int64).reshape(-1, 2)
+        positions = self.positions[split[:, 0], split[:, 1]]
+        prompts = np.where(positions >= 0, self.prompts[split[:, 0]], -1)
+        return prompts.astype(np.int64), positions.astype(np.int64)
 
     def row_names(self, batch: Index | None, slots: Index | None) -> tuple[Array, Array]:
         """Names the rows of a tensor: (prompt, position), each int64 [len(batch) * len(slots)]; -1 where there is none.
@@ -108,7 +135,7 @@ class TensorRecord:
         op: index into ``Trace.ops`` of the op that made it; -1 for the other kinds.
         status: "rows" (cut into rows), "whole" (has none: one digest for all of it) or "unlaid" (rows could not be
             followed; digested whole).
-        batch, slots: the batch rows and token slots its rows stand for.
+        batch, slots: the batch rows and token slots its rows stand for; or ``pairs`` of them, picked and reordered.
         width: elements in a row.
         digests: int64; one per row, batch-major.
         parts: tensors whose rows this one only collects (a cache that grew); it has no digests of its own then.
@@ -127,6 +154,7 @@ class TensorRecord:
     width: int = 0
     digests: Array = field(default_factory=lambda: NO_DIGESTS)
     parts: tuple[int, ...] = ()
+    pairs: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -138,7 +166,8 @@ class OpRecord:
         op: the op's name without its overload, "mm"; other libraries' ops keep their prefix, "mkldnn._linear_pointwise".
         occurrence: how many ops of this name ran before it in this module and call.
         inputs: (argument, tensor, relation): relation is "row" where row r of the output sees row r of the input,
-            "context" where it may see every row up to its own (keys, values), "whole" for tensors without rows.
+            "context" where it may see every row up to its own (keys, values), "whole" for tensors without rows, "place"
+            for an index that only says where rows go.
         outputs: tensors it made; for a view, the tensor whose rows it shows.
         is_view: it only renames or moves elements.
         is_factory: it made its output from numbers alone (arange, zeros).
@@ -213,7 +242,7 @@ class Trace:
             keys = np.concatenate([part[0] for part in parts])
             order = np.argsort(keys, kind="stable")
             return keys[order], np.concatenate([part[1] for part in parts])[order]
-        keys, at = self.calls[max(0, record.call)].keys(record.batch, record.slots)
+        keys, at = self.calls[max(0, record.call)].keys(record.batch, record.slots, record.pairs)
         return keys, record.digests[at]
 
     def ops_of(self, call: int) -> Iterator[OpRecord]:

@@ -28,7 +28,7 @@ SCHEMA = 1
 _MANIFEST = "manifest.json"
 _KINDS = ("op", "parameter", "buffer", "input", "cache", "constant")
 _STATUS = ("rows", "whole", "unlaid")
-_RELATIONS = ("row", "context", "whole")
+_RELATIONS = ("row", "context", "whole", "place")
 
 
 # ------------------------------------------------------------------------------------------------------------ folders
@@ -206,6 +206,7 @@ def pack_trace(trace: Trace) -> tuple[dict[str, Any], dict[str, Tensor], dict[st
     ragged("tensors.batch", [_pack_index(t.batch) for t in tensors])
     ragged("tensors.slots", [_pack_index(t.slots) for t in tensors])
     ragged("tensors.parts", [t.parts for t in tensors])
+    ragged("tensors.pairs", [t.pairs or () for t in tensors])
     ragged("tensors.digests", [])
     columns["tensors.digests"] = _numbers(np.concatenate([t.digests for t in tensors]) if tensors else [])
     columns["tensors.digests.ends"] = _numbers(np.cumsum([len(t.digests) for t in tensors]) if tensors else [])
@@ -271,7 +272,7 @@ def _unpack(content: dict[str, Any], columns: dict[str, Tensor], saved: dict[str
         out = tuple(outputs[index])
         record = OpRecord(index, call, names[module], names[op], occurrence, named, out, bool(flags & 1), bool(flags & 2))
         trace.ops.append(record)
-    shapes, batches, slots, parts = (ragged(f"tensors.{n}") for n in ("shape", "batch", "slots", "parts"))
+    shapes, batches, slots, parts, pairs = (ragged(f"tensors.{n}") for n in ("shape", "batch", "slots", "parts", "pairs"))
     digests = columns["tensors.digests"].numpy()
     ends = columns["tensors.digests.ends"].tolist()
     start = 0
@@ -280,14 +281,14 @@ def _unpack(content: dict[str, Any], columns: dict[str, Tensor], saved: dict[str
             TensorRecord(
                 number, _KINDS[kind], names[name], call, op, tuple(shapes[number]), names[dtype], _STATUS[status],
                 _unpack_index(batches[number]), _unpack_index(slots[number]), width,
-                digests[start : ends[number]], tuple(parts[number]),
+                digests[start : ends[number]], tuple(parts[number]), tuple(pairs[number]) or None,
             )  # fmt: skip
         )
         start = ends[number]
     taken = ragged("modules.inputs")
     for index, (call, module, class_name, first, end, output) in enumerate(table("modules", 6)):
-        pairs = tuple((names[taken[index][i]], taken[index][i + 1]) for i in range(0, len(taken[index]), 2))
-        trace.modules.append(ModuleRecord(call, names[module], names[class_name], first, end, output, pairs))
+        given = tuple((names[taken[index][i]], taken[index][i + 1]) for i in range(0, len(taken[index]), 2))
+        trace.modules.append(ModuleRecord(call, names[module], names[class_name], first, end, output, given))
     trace.saved = {int(number): saved[number] for number in sorted(saved, key=int)}
     return trace
 

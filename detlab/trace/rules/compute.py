@@ -18,6 +18,7 @@ from detlab.trace.layout import (
     join,
     labelled,
     merge,
+    pick_rows,
     plain,
     take,
 )
@@ -86,6 +87,13 @@ def _stack(op: Op) -> Layout | None:
 def _mm(op: Op) -> Layout | None:
     a, b = op.lay(0), op.lay(1)
     return None if a is None or b is None else (a[0], b[1])
+
+
+@rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
+def _grouped_mm(op: Op) -> Layout | None:
+    """Rows sorted by group against one matrix a group."""
+    a = op.lay(0)
+    return None if a is None or len(a) != 2 or op.outputs[0].ndim != 2 else (a[0], feature(shape_of(op)[1]))
 
 
 @rule("addmm")
@@ -248,7 +256,14 @@ def _index(op: Op) -> Layout | None:
     lays = [op.layout_of(index) for index in indices]
     if not has_rows(table) and len(indices) == 1 and lays[0] is not None:
         return (*lays[0], *table[1:])
-    if any(lay is None or has_rows(lay) for lay in lays) or any(i.device.type != "cpu" for i in indices):
+    if any(i.device.type != "cpu" for i in indices):  # reading the index would wait for the device
+        return None
+    if labelled(table[0]) and all(i.ndim == 1 and i.dtype != torch.bool for i in indices):
+        others_plain = not any(labelled(dim) for dim in table[1 : len(indices)])
+        picked = pick_rows(table[0], indices[0].tolist()) if others_plain else None
+        if picked is not None:
+            return (picked, *table[len(indices) :])
+    if any(lay is None or has_rows(lay) for lay in lays):
         return None
     ndim = max(index.ndim for index in indices)
     out: list[Dim] = [()] * ndim
