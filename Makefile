@@ -81,7 +81,7 @@ test: $(STAMP) ## everything: lint, types, all tests, every notebook
 
 evidence: $(STAMP) ## run every benchmark and print the README's tables
 	@failed=; \
-	for script in benchmarks/*.py; do \
+	for script in benchmarks/[a-z]*.py; do \
 		[ -e "$$script" ] || continue; \
 		echo "== $$script"; $(VENV_PYTHON) "$$script" || failed="$$failed $$script"; \
 	done; \

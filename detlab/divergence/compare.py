@@ -150,7 +150,9 @@ def _judge(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -
     verdict = IDENTICAL_VERDICT if first is None else DIVERGED
     if first is not None and first.kind == "carrier" and _other_path(a, b, detail, first):
         verdict = CONTROL_FLOW
-    if first is None and detail.rows_compared == 0 and (a.calls or b.calls):
+    if first is None and detail.unlaid_differ:
+        verdict = DIVERGED
+    elif first is None and detail.rows_compared == 0 and (a.calls or b.calls):
         verdict = CONTROL_FLOW
     elif first is None and detail.incomparable:
         op_a, _, _ = detail.incomparable[0]
@@ -225,6 +227,10 @@ def _limits(a: Trace, b: Trace, detail: TraceComparison) -> list[str]:
         if lost:
             names = sorted({f"{op.module or '(model)'} · {op.op}" for op in lost})
             notes.append(f"{len(lost)} ops of {side} are unlaid, so not compared: {_few(names, 4)}")
+    if detail.unlaid_differ:
+        op_a = a.ops[detail.unlaid_differ[0]]
+        where = f"{op_a.module or '(model)'} · {op_a.op}"
+        notes.append(f"{len(detail.unlaid_differ)} ops that could not be laid out differ as a whole, the first of them {where}")
     if detail.incomparable:
         op, _, why = detail.incomparable[0]
         example = f"{a.ops[op].module or '(model)'} · {a.ops[op].op} ({why})"
@@ -291,6 +297,12 @@ def _check_control(side: str, first: Run, again: Run, result: Comparison) -> Non
     assert first.trace is not None and again.trace is not None
     broken = first_difference(first.trace, again.trace)
     result.controls[f"{side}_repeated"] = broken is None
+    if broken is not None and broken[0].key != broken[1].key:
+        ours, theirs = (f"{op.module or '(model)'} · {op.op}" for op in broken)
+        raise ControlError(
+            f"the control failed: {side} ({first.condition}) ran other ops when it was repeated, {theirs} instead of {ours}. "
+            "Was the model changed, or a hook added or removed? Run the condition again, then compare."
+        )
     if broken is not None:
         op = broken[0]
         raise ControlError(

@@ -44,6 +44,7 @@ class TraceComparison:
         ops: in the order of trace a.
         only_a, only_b: ops that computed something in one trace only.
         incomparable: (op of a, op of b, why) where both ran but their rows have other widths or dtypes.
+        unlaid_differ: ops of a whose output could not be laid out and differs as a whole, in calls given the same tokens.
         rows_compared: row digests compared.
         aligned: op index of a -> op index of b, for computing ops.
     """
@@ -52,6 +53,7 @@ class TraceComparison:
     only_a: list[int] = field(default_factory=list)
     only_b: list[int] = field(default_factory=list)
     incomparable: list[tuple[int, int, str]] = field(default_factory=list)
+    unlaid_differ: list[int] = field(default_factory=list)
     rows_compared: int = 0
     aligned: dict[int, int] = field(default_factory=dict)
 
@@ -106,6 +108,14 @@ class RowComparer:
             self._chosen[at] = found
             self._kept.append(keys)
         return found
+
+    def are_one_call(self, pair: CallPair) -> bool:
+        """Whether both calls were given the same tokens in the same slots, mates and padding included."""
+        a, b = self.a.calls[pair.a], self.b.calls[pair.b]
+        if a.query != b.query:
+            return False
+        tables = ((a.prompts, b.prompts), (a.positions, b.positions), (a.tokens, b.tokens))
+        return all(np.array_equal(ours, theirs) for ours, theirs in tables)
 
     def whole_equal(self, a: int, b: int) -> bool | None:
         """Whether two tensors without rows are equal; None where they cannot be compared."""
@@ -236,14 +246,20 @@ def _computing(trace: Trace) -> dict[int, list[OpRecord]]:
 
 
 def _program(trace: Trace, ops: list[OpRecord]) -> tuple[tuple[str, str], ...]:
-    """What a call computes, as (module, op); an op that reads a part of a parameter (one expert's weight) names the part."""
+    """What a call computes, as (module, op).
+
+    An op that reads a part of a parameter (one expert's weight) names the part, and so do the ops of that module that follow
+    it: two runs that visit other experts are not held against each other expert by expert.
+    """
     program = []
+    part, owner = "", ""
     for op in ops:
-        name = op.op
         for _, number, relation in op.inputs:
             if relation == "whole" and trace.tensors[number].name.endswith("]"):
-                name += f" with {trace.tensors[number].name}"
-        program.append((op.module, name))
+                part, owner = f" with {trace.tensors[number].name}", op.module
+        if part and op.module != owner and not op.module.startswith(f"{owner}."):
+            part = ""
+        program.append((op.module, op.op + part))
     return tuple(program)
 
 
@@ -265,6 +281,9 @@ def _compare_op(result: TraceComparison, comparer: RowComparer, pair: CallPair, 
         if found is None:
             if ta.status == tb.status == "rows":
                 result.incomparable.append((op_a.index, op_b.index, _why(ta, tb)))
+            elif "unlaid" in (ta.status, tb.status) and comparer.are_one_call(pair):
+                if comparer.whole_equal(out_a, out_b) is False:
+                    result.unlaid_differ.append(op_a.index)
             continue
         chosen = comparer.chosen(found[0], pair)
         result.rows_compared += int(chosen.sum())

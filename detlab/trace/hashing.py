@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from detlab import bits
 from detlab.trace.records import TensorRecord
@@ -73,3 +75,33 @@ class Hasher:
                 for record in records:
                     record.digests = digests[start : start + num_rows]
                     start += num_rows
+
+
+_stored: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def stored_digest(tensor: Tensor) -> np.ndarray:
+    """Digest of a parameter or buffer, int64 [1]; computed once per version.
+
+    The version counter does not see what is written through ``.data`` (as merging an adapter does), so what is known is
+    believed only while the sum of the tensor's words, which costs a fraction of the digest, stays what it was.
+    """
+    plain = tensor.detach()
+    state = (plain.data_ptr(), _checksum(plain))
+    known = _stored.get(tensor)  # type: ignore[no-untyped-call]
+    if known is None or known[0] != state:
+        known = _stored[tensor] = (state, np.array([bits.digest(plain)], np.int64))
+    digests: np.ndarray = known[1]
+    return digests
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Digest of the column sums of the tensor's words modulo 2**32; an exchange within one column leaves it as it is."""
+    if not tensor.is_contiguous() or not tensor.numel():
+        return bits.digest(tensor)
+    width = tensor.shape[-1] if tensor.ndim else 1
+    row_bytes = width * tensor.element_size()
+    if row_bytes % 4 or tensor.numel() * tensor.element_size() < 1 << 16:
+        return bits.digest(tensor)
+    words = tensor.reshape(-1, width).view(torch.int32)
+    return bits.digest(words.sum(0, dtype=torch.int32))

@@ -20,6 +20,8 @@ Array = np.ndarray
 
 #: Name of the one op that stands for a compiled module.
 REGION = "compiled_region"
+#: Name of the one op that stands for a module's call where ops are not recorded.
+MODULE = "module"
 
 # A row key: prompt, copy (a token that a mixture of experts sends to several of them), position + 2.
 _PROMPT_SHIFT, _COPY_SHIFT = 32, 24

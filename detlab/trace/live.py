@@ -1,0 +1,247 @@
+"""What is known of the tensors that exist now: their record, layout and version.
+
+Inputs are resolved through their producers, so that an op costs the hashing of its output only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from detlab import bits
+from detlab.trace import layout as lay
+from detlab.trace.hashing import Hasher, stored_digest
+from detlab.trace.layout import Layout
+from detlab.trace.plans import Layouts, OpInfo, Output
+from detlab.trace.records import NO_DIGESTS, Call, TensorRecord, Trace
+
+
+@dataclass(slots=True)
+class Live:
+    """What is known of a tensor that exists now."""
+
+    ref: weakref.ref[Tensor]
+    layout: Layout | None
+    layout_id: str  # "": unlaid
+    base: int  # first query slot of the call in which the layout was made
+    root: int  # the record whose rows it shows
+    exact: bool  # its rows are the root's rows, element by element and in that order
+    version: int
+    other_version: int  # a view takes over its base's counter only after the dispatcher returns
+    clock: int  # number of writes before it
+
+
+#: An input of an op: argument position (-1: a keyword), the tensor, and what is known of it.
+Source = tuple[int, Tensor, Live]
+
+
+class LiveTensors:
+    """The tensors that a trace has seen and that still exist, by identity.
+
+    Attributes:
+        trace: gets the records.
+        base: first query slot of the present call; layouts count token slots from it.
+        paused: detlab's own tensor work is going on, which is not recorded.
+        named: parameters and buffers of the model, by identity: (kind, name).
+        stored: number of elements of each record that is a parameter or buffer.
+    """
+
+    def __init__(self, trace: Trace, model: nn.Module) -> None:
+        self.trace = trace
+        self.base = 0
+        self.paused = False
+        self.known: dict[int, Live] = {}
+        self.named: dict[int, tuple[str, str]] = {}
+        self.stored: dict[int, int] = {}
+        self.layouts = Layouts()
+        self.hasher = Hasher()
+        self._parts: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        self._writes: dict[int, int] = {}  # storage -> number of the last write to it
+        self._clock = 0
+        for name, parameter in model.named_parameters():
+            self.named[id(parameter)] = ("parameter", name)
+        for name, buffer in model.named_buffers():
+            self.named[id(buffer)] = ("buffer", name)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves detlab's own tensor work out of the trace."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def note_writes(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remembers which storages an op writes to: what was known of tensors that share them is out of date then."""
+        self._clock += 1
+        for position, name in info.writes:
+            for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(name)):
+                self._writes[_storage(tensor)] = self._clock
+
+    def is_current(self, known: Live, tensor: Tensor) -> bool:
+        """Whether a tensor has not been written to since, be it through a view that shares no version with it."""
+        version = version_of(tensor)
+        if known.ref() is not tensor or (version != known.version and version != known.other_version):
+            return False
+        return not self._writes or self._writes.get(_storage(tensor), 0) <= known.clock
+
+    def resolve(self, tensor: Tensor) -> Live:
+        """The live record of an input, made now where it was not seen before or has changed since."""
+        known = self.known.get(id(tensor))
+        if known is not None and known.ref() is tensor:
+            if known.base != self.base:
+                self._shift(known)
+            if self.is_current(known, tensor):
+                return known
+            # Written to through another view, or behind the dispatcher: its rows are new inputs.
+            name = self.trace.tensors[known.root].name or "tensor"
+            return self.enter("constant", f"{name} (changed in place)", tensor, known.layout)
+        kind, name = self.named.get(id(tensor), ("constant", ""))
+        return self.enter(kind, name, tensor, lay.plain(tensor.shape))
+
+    def _shift(self, live: Live) -> None:
+        """Counts a layout's token slots from the present call's first query slot."""
+        if live.layout is not None:
+            live.layout = lay.shift(live.layout, live.base - self.base)
+            live.layout_id = self.layouts.name(live.layout)
+        live.base = self.base
+
+    def enter(self, kind: str, name: str, tensor: Tensor, layout: Layout | None) -> Live:
+        """Records a tensor that no op of the trace computed."""
+        record = self.new_record(kind, name, tensor, -1)
+        version = version_of(tensor)
+        if kind in ("parameter", "buffer"):
+            record.status, record.width = "whole", tensor.numel()
+            record.digests = stored_digest(tensor)
+            self.stored[record.number] = tensor.numel()
+        else:
+            self.hash(record, tensor, self.layouts.output(tensor, layout))
+        return self.track(tensor, layout, self.layouts.name(layout), record.number, True, version)
+
+    def part(self, whole: int, tensor: Tensor) -> int:
+        """A part of a parameter as a record of its own: one expert's weight is another input than the next one's."""
+        offset = int(tensor.storage_offset())
+        at = (whole, offset, tuple(tensor.shape))
+        known = self._parts.get(at)
+        if known is None:
+            source = self.trace.tensors[whole]
+            name = f"{source.name}[{offset // max(1, tensor.numel())}]"
+            record = self.new_record(source.kind, name, tensor, -1)
+            record.status, record.width = "whole", tensor.numel()
+            record.digests = stored_digest(tensor)
+            known = self._parts[at] = record.number
+            self.stored[known] = tensor.numel()
+        return known
+
+    def new_record(self, kind: str, name: str, tensor: Tensor, op: int) -> TensorRecord:
+        """Adds a record; its rows are filled in by `hash` or `collect`."""
+        tensors = self.trace.tensors
+        record = TensorRecord(
+            len(tensors), kind, name, len(self.trace.calls) - 1, op, tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], "unlaid",
+            None, None, 0, NO_DIGESTS, (),
+        )  # fmt: skip
+        tensors.append(record)
+        return record
+
+    def track(self, tensor: Tensor, layout: Layout | None, layout_id: str, root: int, exact: bool, other: int) -> Live:
+        """Remembers a tensor that exists now; ``other`` is a second version counter that it may turn out to have."""
+        live = Live(weakref.ref(tensor), layout, layout_id, self.base, root, exact, version_of(tensor), other, self._clock)
+        self.known[id(tensor)] = live
+        return live
+
+    def layout_of(self, tensor: Tensor) -> Layout | None:
+        """The layout of a tensor; features only where it was not seen before."""
+        known = self.known.get(id(tensor))
+        return known.layout if known is not None else lay.plain(tensor.shape)
+
+    def hash(self, record: TensorRecord, tensor: Tensor, out: Output) -> None:
+        """Lays a record out in rows and sees to it that they are hashed."""
+        record.width = out.width
+        if tensor.layout != torch.strided or tensor.is_quantized:  # opaque storage has no bits to read
+            return
+        record.status = out.status
+        record.batch = out.batch
+        if out.slots is not None:
+            record.slots = lay.shift_index(out.slots, self.base)
+        if out.pairs is not None:
+            record.pairs = tuple(lay.shift_index(out.pairs, self.base))
+        if not tensor.numel():
+            return
+        if out.has_columns:
+            assert out.layout is not None
+            rows = lay.rows_of(tensor, out.layout)
+            columns, visible = _visible(self.trace.calls[record.call], rows, self.base)
+            grid = bits.project_named_columns(rows.grid, columns.to(tensor.device), visible.to(tensor.device))
+            self.hasher.add_projections(record, grid)
+        elif out.is_flat:
+            self.hasher.add(record, tensor, out.num_rows, out.width)
+        else:
+            assert out.layout is not None
+            self.hasher.add(record, lay.rows_of(tensor, out.layout).grid, out.num_rows, out.width)
+
+    def collect(self, record: TensorRecord, out: Output, inputs: list[Source]) -> bool:
+        """Makes a record that only collects other tensors' rows, where a ``cat`` put rows one after another."""
+        parts = [live for _, part, live in inputs if part.numel()]
+        if out.status != "rows" or out.has_columns or not parts:
+            return False
+        numbers: list[int] = []
+        for live in parts:
+            source = self.trace.tensors[live.root]
+            if not live.exact or source.status != "rows" or source.width != out.width or not lay.has_rows(live.layout):
+                return False
+            numbers += source.parts or (live.root,)
+        record.status, record.width, record.parts = "rows", out.width, tuple(numbers)
+        return True
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+class _DtypeNames(dict[torch.dtype, str]):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        name = self[dtype] = str(dtype).removeprefix("torch.")
+        return name
+
+
+_DTYPE_NAMES = _DtypeNames()
+
+
+def _storage(tensor: Tensor) -> int:
+    """A number for the memory that a tensor shares with its views; 0 where it is opaque."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else 0
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors_in(item)]
+    return []
+
+
+def _visible(call: Call, rows: lay.Rows, base: int) -> tuple[Tensor, Tensor]:
+    """Names the columns of a score or mask tensor by token position, and says which of them each row may see."""
+    batch = np.arange(1) if rows.batch is None else np.asarray(rows.batch)
+    slots = np.asarray(rows.slots) + base
+    columns = np.asarray(rows.columns) + base
+    held = call.positions.shape[1]
+    padded = np.full((len(call.positions), max(held, int(columns.max()) + 1, int(slots.max()) + 1)), -1, np.int64)
+    padded[:, :held] = call.positions
+    row_position = padded[np.ix_(batch, slots)].reshape(-1)
+    column_position = np.repeat(padded[np.ix_(batch, columns)], len(slots), axis=0)
+    visible = (column_position >= 0) & (column_position <= row_position[:, None])
+    return torch.from_numpy(column_position), torch.from_numpy(visible)
