@@ -45,6 +45,7 @@ from detlab.serving import (
 )
 from detlab.trace.calls import CallContext
 from detlab.trace.capture import Save, capture
+from detlab.trace.hashing import forget_stored
 from detlab.trace.keep import RowKeeper
 from detlab.trace.records import Trace
 from detlab.trace.store import pack_trace, read_folder, unpack_trace, write_folder
@@ -270,6 +271,7 @@ def execute(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], co
         stack.enter_context(settings(condition, device_of(served)))
         record = environment()
         if with_trace:
+            forget_stored(served)
             trace = stack.enter_context(capture(served, save, observer=keep, context=context))
         for batch in batches:
             _serve(served, batch, condition, new_tokens, force, context, tokens, logits, calls)

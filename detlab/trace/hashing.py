@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from detlab import bits
@@ -83,11 +83,11 @@ _stored: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def stored_digest(tensor: Tensor) -> np.ndarray:
     """Digest of a parameter or buffer, int64 [1]; computed once per version.
 
-    The version counter does not see what is written through ``.data`` (as merging an adapter does), so what is known is
-    believed only while the sum of the tensor's words, which costs a fraction of the digest, stays what it was.
+    A version is what autograd takes for one: writes through ``.data`` (merging an adapter, say) do not count. `run` calls
+    `forget_stored` first, so that only two bare captures with such a write between them are taken in.
     """
     plain = tensor.detach()
-    state = (plain.data_ptr(), _checksum(plain))
+    state = (plain.data_ptr(), 0 if tensor.is_inference() else tensor._version)
     known = _stored.get(tensor)  # type: ignore[no-untyped-call]
     if known is None or known[0] != state:
         known = _stored[tensor] = (state, np.array([bits.digest(plain)], np.int64))
@@ -95,13 +95,7 @@ def stored_digest(tensor: Tensor) -> np.ndarray:
     return digests
 
 
-def _checksum(tensor: Tensor) -> int:
-    """Digest of the column sums of the tensor's words modulo 2**32; an exchange within one column leaves it as it is."""
-    if not tensor.is_contiguous() or not tensor.numel():
-        return bits.digest(tensor)
-    width = tensor.shape[-1] if tensor.ndim else 1
-    row_bytes = width * tensor.element_size()
-    if row_bytes % 4 or tensor.numel() * tensor.element_size() < 1 << 16:
-        return bits.digest(tensor)
-    words = tensor.reshape(-1, width).view(torch.int32)
-    return bits.digest(words.sum(0, dtype=torch.int32))
+def forget_stored(model: nn.Module) -> None:
+    """Has a model's parameters and buffers hashed anew when they are next used."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        _stored.pop(tensor, None)  # type: ignore[no-untyped-call]
