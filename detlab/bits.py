@@ -117,18 +117,19 @@ def _mix(counter: np.ndarray) -> np.ndarray:
     return out
 
 
-@lru_cache(maxsize=64)
-def _byte_table(length: int, device: torch.device) -> Tensor:
+@lru_cache(maxsize=32)
+def _byte_table(length: int) -> Tensor:
     mixed = _mix(np.arange(length * NUM_PROJECTIONS, dtype=np.uint64))
     values = (mixed % np.uint64(127)).astype(np.int64) - 63
     values[values == 0] = -64
-    return torch.from_numpy(values.astype(np.int8).reshape(length, NUM_PROJECTIONS)).to(device)
+    return torch.from_numpy(values.astype(np.int8).reshape(length, NUM_PROJECTIONS))
 
 
+@lru_cache(maxsize=1024)
 def byte_coefficients(length: int, device: torch.device | str = "cpu") -> Tensor:
     """The fixed ``c`` of the row digest: int8 [length, 8], values -64..63 without 0."""
-    size = 1 << max(12, (length - 1).bit_length())
-    return _byte_table(size, torch.device(device))[:length]
+    size = 1 << max(12, (length - 1).bit_length())  # every length is a piece of the same table
+    return _byte_table(size).to(device)[:length]
 
 
 @lru_cache(maxsize=8)

@@ -131,27 +131,63 @@ def module_tensors(model: nn.Module):
             handle.remove()
 
 
-Place = tuple[int, int]  # (batch row, token slot)
+Rows = dict[int, Tensor]
 
 
-def differing_rows(a: Seen, b: Seen, name: str, places: Sequence[tuple[Place, Place]]) -> list[int]:
-    """Which of the given rows differ between two calls at one module's tensor of [batch, token, ...]."""
-    out = []
-    for index, ((row_a, slot_a), (row_b, slot_b)) in enumerate(places):
-        if not bitwise_equal(a[name][row_a, slot_a], b[name][row_b, slot_b]):
-            out.append(index)
-    return out
+def rows_by_position(calls: Sequence[Seen], name: str, row: int = 0, pad: int = 0) -> Rows:
+    """One prompt's rows of a module's tensor [batch, token, ...] by token position, over the calls that served it.
 
-
-def first_difference(a: Seen, b: Seen, places: Sequence[tuple[Place, Place]], width: tuple[int, int]) -> str | None:
-    """The first tensor, in the order of execution, with a differing row: "in NAME" or "out NAME".
-
-    Only tensors whose leading dimensions are [batch, token] count; ``width`` holds the number of token slots of a and b.
+    Args:
+        calls: what `module_tensors` saw, of one prompt, each token computed once.
+        name: "in NAME" or "out NAME".
+        row: the prompt's batch row.
+        pad: padded slots in front of it.
     """
-    for name, tensor in a.items():
-        other = b.get(name)
-        if other is None or tensor.ndim < 2 or tensor.shape[1] != width[0] or other.shape[1] != width[1]:
-            continue
-        if tensor.is_floating_point() and differing_rows(a, b, name, places):
-            return name
+    rows: Rows = {}
+    start = 0
+    for seen in calls:
+        tensor = seen[name]
+        rows.update({start + slot - pad: tensor[row, slot] for slot in range(tensor.shape[1]) if start + slot >= pad})
+        start += tensor.shape[1]
+    return rows
+
+
+def differing(a: Rows, b: Rows) -> list[int]:
+    """Positions at which both have a row and the rows differ."""
+    return sorted(position for position in a.keys() & b.keys() if not bitwise_equal(a[position], b[position]))
+
+
+def laid_out(calls: Sequence[Seen], tokens: str = "out model.embed_tokens") -> list[str]:
+    """Names of the float tensors that are [batch, token, ...] in every call, in the order of execution."""
+    return [
+        name
+        for name in calls[0]
+        if all(name in c and c[name].ndim > 2 and c[name].shape[:2] == c[tokens].shape[:2] for c in calls)
+        and calls[0][name].is_floating_point()
+    ]
+
+
+def first_raw_difference(a: Sequence[Seen], b: Sequence[Seen], *, rows: tuple[int, int] = (0, 0),
+                         pads: tuple[int, int] = (0, 0)) -> tuple[str, int, int] | None:  # fmt: skip
+    """Where one prompt's bits first part: (name of the tensor, call of a, first position), in the order of execution.
+
+    "out NAME" was made in module NAME; "in NAME" in the module around it.
+    """
+    names = [name for name in laid_out(a) if name in laid_out(b)]
+    assert len(names) > 40
+    found = {n: differing(rows_by_position(a, n, rows[0], pads[0]), rows_by_position(b, n, rows[1], pads[1])) for n in names}
+    start = 0
+    for index, seen in enumerate(a):
+        length = seen[names[0]].shape[1]
+        for name in names:
+            here = [position for position in found[name] if start <= position + pads[0] < start + length]
+            if here:
+                return name, index, here[0]
+        start += length
     return None
+
+
+def maker(name: str) -> str:
+    """The module in which the tensor "in NAME" or "out NAME" was made."""
+    kind, _, module = name.partition(" ")
+    return module if kind == "out" else module.rpartition(".")[0]

@@ -154,10 +154,8 @@ def _judge(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -
         verdict = DIVERGED
     elif first is None and detail.rows_compared == 0 and (a.calls or b.calls):
         verdict = CONTROL_FLOW
-    elif first is None and detail.incomparable:
-        op_a, _, _ = detail.incomparable[0]
-        if _is_on_the_path(a, op_a):
-            verdict = CONTROL_FLOW
+    elif first is None and detail.incomparable and _activations(a) & {op for op, _, _ in detail.incomparable}:
+        verdict = CONTROL_FLOW
     return Comparison(
         verdict=verdict,
         first=first,
@@ -179,9 +177,15 @@ def _judge(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -
     )
 
 
-def _is_on_the_path(trace: Trace, op_index: int) -> bool:
-    """Whether an op takes part in computing activations (has a parameter or an op's rows among its inputs)."""
-    return any(trace.tensors[number].kind in ("parameter", "op") for _, number, _ in trace.ops[op_index].inputs)
+def _activations(trace: Trace) -> set[int]:
+    """Ops whose outputs depend on a parameter; masks and positions do not, and have another form where padding differs."""
+    ops: set[int] = set()
+    tensors: set[int] = {t.number for t in trace.tensors if t.kind == "parameter"}
+    for op in trace.ops:
+        if any(number in tensors for _, number, _ in op.inputs):
+            ops.add(op.index)
+            tensors.update(op.outputs)
+    return ops
 
 
 def _other_path(a: Trace, b: Trace, detail: TraceComparison, first: Divergence) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,6 +59,10 @@ def capture(model: nn.Module, save: Save = "digest", *, level: str = "ops", obse
     trace = Trace(model=_describe(model))
     chosen = _saver(trace, save, observer)
     _captured.add(model)
+    # A trace makes many small objects, and each full collection would walk through all that was there before it.
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.freeze()
     try:
         if level == "ops":
             with Recorder(model, trace, chosen, context):
@@ -70,6 +75,8 @@ def capture(model: nn.Module, save: Save = "digest", *, level: str = "ops", obse
             finally:
                 hooks.detach()
     finally:
+        if freezes:
+            gc.unfreeze()
         _captured.discard(model)
     if path is not None:
         save_trace(trace, path)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from detlab.trace import layout as lay
 from detlab.trace.calls import NAMED_BY_ROWS, CallContext, begin_call, cache_tensors, input_layout
 from detlab.trace.layout import Atom, Layout
 from detlab.trace.live import LiveTensors, tensors_in, version_of
+from detlab.trace.plans import Output
 from detlab.trace.records import MODULE, REGION, Call, ModuleRecord, OpRecord, TensorRecord
 
 #: Called for each tensor computed: its op, record, value, layout and call.
@@ -33,6 +35,7 @@ class ModuleHooks:
         self.call: Call | None = None
         self.region: str | None = None
         self.occurrence: dict[tuple[str, str], int] = {}
+        self._outputs: dict[torch.Size, Output] = {}  # of the present call, by shape
         self._stack: list[tuple[str, int, tuple[tuple[str, int], ...]]] = []
         self._handles: list[Any] = []
 
@@ -102,6 +105,7 @@ class ModuleHooks:
         with live.pause():
             live.hasher.flush()
             self.occurrence.clear()
+            self._outputs.clear()
             call, inputs, note = begin_call(module, args, kwargs, len(live.trace.calls), self.context)
             live.trace.calls.append(call)
             self.call, live.base = call, call.query.start
@@ -155,7 +159,10 @@ class ModuleHooks:
             if known is not None and self.live.is_current(known, tensor):  # it returns what it was given, or its child made
                 numbers.append(known.root)
                 continue
-            out = self.live.layouts.output(tensor, self._output_layout(tensor))
+            shape = tensor.shape
+            out = self._outputs.get(shape)
+            if out is None:
+                out = self._outputs[shape] = self.live.layouts.output(tensor, self._output_layout(tensor))
             record = self.live.new_record("op", "", tensor, op.index)
             numbers.append(record.number)
             self.live.hash(record, tensor, out)
