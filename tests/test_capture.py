@@ -311,6 +311,68 @@ def test_save_that_is_no_choice(models):
             pass
 
 
+class Joining(nn.Module):
+    """Puts rows one after another, as caches do; what was joined is kept for the test."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.join = join
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs_embeds):
+        self.joined = self.join(inputs_embeds * self.weight)
+        return self.joined * 1
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda x: torch.cat([x[:, :2], x[:, 2:]], 1),
+        lambda x: torch.cat([x[:, 2:], x[:, :2]], 1),
+        lambda x: torch.cat([x[:, 3:], (x * 3)[:, :3]], 1),
+        lambda x: torch.cat([x[:, 2:4], (x * 2)[:, :1]], 1),  # a window
+        lambda x: torch.cat([torch.cat([x[:, :2], x[:, 2:3] * 2], 1)[:, 1:], x[:, 3:] * 5], 1),
+        lambda x: torch.cat([x[:1], x[1:]], 0),
+    ],
+)
+def test_joined_rows_are_those_that_are_there(join):
+    model = Joining(join)
+    x = draw(2, 5, 4, seed=4)
+    with torch.no_grad(), detlab.capture(model) as trace:
+        model(inputs_embeds=x)
+    cat = [op for op in trace.ops if op.op == "cat"][-1]
+    keys, digests = trace.rows(cat.outputs[0])
+    assert len(keys) == model.joined.shape[0] * model.joined.shape[1]
+    assert sorted(digests.tolist()) == sorted(bits.row_digests(model.joined.reshape(-1, 4)).tolist())
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3"])
+def test_the_rows_of_a_cache_are_those_that_it_holds(models, name):
+    model = models(name)
+    ids, mask = batch_of([70, 66])  # Gemma's window of 64 slides
+    held = []
+    with torch.no_grad(), detlab.capture(model) as trace:
+        cache = model(ids, attention_mask=mask, use_cache=True).cache
+        for step in range(3):
+            mask = torch.cat([mask, mask[:, -1:]], 1)
+            cache = model(torch.full((2, 1), 40 + step), attention_mask=mask, use_cache=True, cache=cache).cache
+            held.append(cache.layers[0].keys.clone())
+    for step, keys_held in enumerate(held, start=1):
+        op = next(o for o in trace.ops if o.call == step and o.module == "model.layers.0.self_attn" and o.op == "cat"
+                  and len(trace.tensors[o.outputs[0]].shape) == 4 and trace.tensors[o.outputs[0]].shape[2] > 60)  # fmt: skip
+        keys, digests = trace.rows(op.outputs[0])
+        newest = {}
+        for key, digest in zip(keys.tolist(), digests.tolist(), strict=True):
+            newest[key] = digest
+        for row, length in enumerate((70, 66)):
+            for slot in range(1, 30):  # the last rows of what the cache holds
+                position = length + step - slot
+                expected = bits.row_digests(keys_held[row, :, keys_held.shape[2] - slot].reshape(1, -1))[0]
+                assert newest[(row << 32) + position + 2] == expected, (step, row, position)
+        total = trace.tensors[op.outputs[0]].shape[2]
+        assert len(keys) == sum(min(length + step, total) for length in (70, 66))
+
+
 # ----------------------------------------------------------------------------------------------- changes in place
 class Changing(nn.Module):
     """y = 2x, then something is done to y, then z = 3y."""
@@ -373,26 +435,41 @@ def weight_digest(model):
     return record.digests.tolist()
 
 
-@pytest.mark.parametrize("way", ["no_grad", "data", "numpy", "new data", "load_state_dict"])
-def test_a_parameter_changed_between_captures_is_seen(way):
+def change(parameter, way):
+    """Another value of one element, written in one of the ways that there are."""
+    other = parameter.detach().clone()
+    other.view(-1)[2] = torch.nextafter(other.view(-1)[2], torch.tensor(9.0))
+    if way == "no_grad":
+        with torch.no_grad():
+            parameter.copy_(other)
+    elif way == "data":
+        parameter.data.copy_(other)
+    elif way == "numpy":
+        parameter.detach().numpy()[:] = other.numpy()
+    else:
+        parameter.data = other
+
+
+@pytest.mark.parametrize("way", ["no_grad", "new data"])  # what LIMITATIONS.md says of bare captures
+def test_a_parameter_changed_between_bare_captures_is_seen(way):
     model = Changing(CHANGES["nothing"])
     before = weight_digest(model)
     assert weight_digest(model) == before
-    other = torch.tensor([1.0, 1.0, 1.0 + 2**-23, 1.0])
-    if way == "no_grad":
-        with torch.no_grad():
-            model.weight.copy_(other)
-    elif way == "data":
-        model.weight.data.copy_(other)
-    elif way == "numpy":
-        model.weight.detach().numpy()[:] = other.numpy()
-    elif way == "new data":
-        model.weight.data = other
-    else:
-        model.load_state_dict({"weight": other})
-    assert weight_digest(model) != before
-    model.weight.data.fill_(1.0)
-    assert weight_digest(model) == before
+    change(model.weight, way)
+    after = weight_digest(model)
+    assert after != before and after == weight_digest(model)
+
+
+@pytest.mark.parametrize("way", ["no_grad", "data", "numpy", "new data"])
+def test_a_parameter_changed_between_runs_is_seen(way):
+    model = detlab.load_model("tiny-llama")[0]
+    name = "model.layers.0.post_attention_layernorm.weight"
+    runs = [detlab.run(model, [[5, 6, 7]], new_tokens=0) for _ in "ab"]
+    change(model.get_parameter(name), way)
+    runs.append(detlab.run(model, [[5, 6, 7]], new_tokens=0))
+    same, other = (detlab.compare(runs[0], run, controls=False, measure=False) for run in runs[1:])
+    assert same.verdict == "identical" and same.notes == ["controls were not run"]
+    assert f"parameter {name} differs between a and b" in other.notes
 
 
 # ------------------------------------------------------------------------------------- it leaves nothing behind

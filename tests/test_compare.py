@@ -292,6 +292,24 @@ def test_a_flip_is_reported_beside_a_comparison_of_the_same_tokens(model):
     assert result.verdict == "diverged"
 
 
+def test_runs_that_were_forced_are_compared_as_they_were_fed(model, tmp_path):
+    """The tokens that count are those that were fed, not those that the model would have chosen."""
+    force = [[9, 8, 7], [5, 5, 5], [1, 2, 3]]
+    a = detlab.run(model, PROMPTS, new_tokens=3, force=force)
+    other = detlab.run(model, PROMPTS, new_tokens=3, force=[[9, 8, 99], [5, 66, 5], [1, 2, 3]])
+    same = detlab.run(model, PROMPTS, new_tokens=3, force=force)
+    same.tokens = [[t + 1 for t in tokens] for tokens in same.tokens]  # chosen otherwise, and never fed
+    result = detlab.compare(a, same)
+    assert not result.teacher_forced and result.first is None and len(result.token_flips) == 3
+    result = detlab.compare(a, other)  # prompt 0's last token was fed to no call; prompt 1 was
+    assert result.teacher_forced and result.verdict == "identical" and result.token_flips == []
+    loaded = [detlab.load_trace(run.save(tmp_path / name)) for name, run in (("a", a), ("b", other))]
+    result = detlab.compare(*loaded)
+    assert result.verdict == "identical" and any("rows after each flip are left out" in note for note in result.notes)
+    longer = detlab.run(model, PROMPTS, new_tokens=5)
+    assert detlab.compare(a, longer).verdict == detlab.compare(longer, a).verdict == "identical"
+
+
 def test_saved_runs_leave_out_what_comes_after_a_flip(model, tmp_path):
     a = detlab.run(model, PROMPTS, new_tokens=4)
     tokens = [list(t) for t in a.tokens]

@@ -15,11 +15,22 @@ VALUES = {
     "mates": ["prompts", "repeat", "random"],
     "padding_side": [None, "left", "right"],
     "padding": [0, 3],
-    "cache": ["dynamic", "none"],
+    "cache": ["dynamic", "static", "none"],
     "attention": [None, "sdpa", "eager"],
     "dtype": [None, "float32", "bfloat16", "float16", "float64"],
     "prefill_chunk": [None, 1, 16],
     "seed": [0, 7],
+    "temperature": [0.0, 0.7],
+    "top_k": [0, 5],
+    "threads": [None, 1, 3],
+    "autocast": [None, "bfloat16", "float16"],
+    "deterministic_algorithms": [False, True],
+    "alignment": [0, 4, 62],
+    "compile": [None, "mlp"],
+    "device": [None, "cpu"],
+    "aten_isa": [None, "default", "avx2"],
+    "mkl_isa": [None, "COMPATIBLE"],
+    "onednn_isa": [None, "AVX2"],
 }
 
 
@@ -28,6 +39,8 @@ def is_possible(v: dict) -> bool:
     return (
         v["row"] < v["batch_size"]
         and not (v["padding"] and v["padding_side"] is None)
+        and not (v["top_k"] and not v["temperature"])
+        and not (v["top_k"] and not v["temperature"])
         and not (v["prefill_chunk"] is not None and (v["cache"] == "none" or v["padding_side"] == "right"))
     )
 
@@ -64,6 +77,14 @@ def test_text_shows_what_differs_from_the_default():
     assert Condition.parse("prefill_chunk=None,dtype=None") == Condition()
 
 
+def test_variables_are_what_a_fresh_process_needs():
+    assert Condition(threads=2, batch_size=4).variables == {}
+    assert Condition(aten_isa="avx2", onednn_isa="AVX2").variables == {
+        "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
+    }  # fmt: skip
+    assert Condition(mkl_isa="COMPATIBLE").variables == {"MKL_CBWR": "COMPATIBLE"}
+
+
 def test_a_condition_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Condition().batch_size = 4
@@ -88,13 +109,25 @@ def test_a_condition_cannot_be_changed():
         ({"mates": None}, "mates=None is not a choice; choose from prompts, repeat, random."),
         ({"padding_side": "Left"}, "padding_side='Left' is not a choice; choose from None, left, right."),
         ({"padding_side": ["left"]}, "padding_side=['left'] is not a choice; choose from None, left, right."),
-        ({"cache": "static"}, "cache='static' is not a choice; choose from dynamic, none."),
+        ({"cache": "paged"}, "cache='paged' is not a choice; choose from dynamic, static, none."),
         ({"attention": "flash"}, "attention='flash' is not a choice; choose from None, sdpa, eager."),
         (
             {"dtype": "bf16"},
             "dtype='bf16' is not a choice; choose from None, float32, bfloat16, float16, float64.",
         ),
         ({"padding": 3}, 'padding=3 needs a side: add padding_side="left" or padding_side="right".'),
+        ({"threads": 0}, "threads=0 is not possible; give a whole number of at least 1."),
+        ({"temperature": -0.5}, "temperature=-0.5 is not possible; give 0 (greedy) or a number above it."),
+        ({"temperature": float("nan")}, "temperature=nan is not possible; give 0 (greedy) or a number above it."),
+        ({"temperature": True}, "temperature=True is not possible; give 0 (greedy) or a number above it."),
+        ({"top_k": 5}, "top_k=5 needs a temperature above 0: greedy decoding does not draw."),
+        ({"deterministic_algorithms": 1}, "deterministic_algorithms=1 is not possible; give True or False."),
+        ({"alignment": 3}, "alignment=3 is not possible; give an even number of bytes below 64."),
+        ({"alignment": 64}, "alignment=64 is not possible; give an even number of bytes below 64."),
+        ({"compile": ""}, "compile='' is not possible; give a name, or leave it out."),
+        ({"device": 0}, "device=0 is not possible; give a name, or leave it out."),
+        ({"autocast": "float32"}, "autocast='float32' is not a choice; choose from None, bfloat16, float16."),
+        ({"aten_isa": "avx"}, "aten_isa='avx' is not a choice; choose from None, default, avx2, avx512."),
         (
             {"prefill_chunk": 4, "cache": "none"},
             'prefill_chunk needs a cache to build on: drop it, or set cache="dynamic".',
@@ -124,6 +157,8 @@ def test_settings_that_no_run_can_have(settings, message):
         ("batch_size=two", "batch_size='two' is not a whole number."),
         ("batch_size=2.5", "batch_size='2.5' is not a whole number."),
         ("batch_size=", "batch_size='' is not a whole number."),
+        ("temperature=hot", "temperature='hot' is not a number."),
+        ("deterministic_algorithms=yes", "deterministic_algorithms='yes' is neither True nor False."),
         ("batch_size=None", "batch_size='None' is not a whole number."),
         ("padding_side=up", "padding_side='up' is not a choice; choose from None, left, right."),
         ("mates=None", "mates=None is not a choice; choose from prompts, repeat, random."),

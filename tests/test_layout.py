@@ -27,6 +27,7 @@ from detlab.trace.layout import (
     rows_of,
     shift,
     take,
+    unpair,
 )
 from detlab.trace.plans import _keeps_rows
 from detlab.trace.rules import MOVES, propagate
@@ -59,11 +60,16 @@ def assert_rows_spell_themselves(tensor, layout):
     if not tensor.numel():
         return
     row = (rows.grid - CODED) // FEATURES
-    # What has no batch axis is taken for batch row 0, whose bits every prompt shares.
-    claimed_batch = torch.tensor([0] if rows.batch is None else list(rows.batch))
-    assert rows.slots is not None or not (row % SLOTS != row.flatten()[0] % SLOTS).any(), "the token axis was lost"
-    claimed_slots = row.flatten()[:1] % SLOTS if rows.slots is None else torch.tensor(list(rows.slots))
-    claimed = (claimed_batch[:, None] * SLOTS + claimed_slots[None]).reshape(-1, 1)
+    pairs = cut_of(layout).pairs
+    if pairs is not None:
+        assert rows.batch is None and rows.slots is None  # picked rows say both
+        claimed = torch.tensor([b * SLOTS + s for b, s in map(unpair, pairs)])[:, None]
+    else:
+        # What has no batch axis is taken for batch row 0, whose bits every prompt shares.
+        claimed_batch = torch.tensor([0] if rows.batch is None else list(rows.batch))
+        assert rows.slots is not None or not (row % SLOTS != row.flatten()[0] % SLOTS).any(), "the token axis was lost"
+        claimed_slots = row.flatten()[:1] % SLOTS if rows.slots is None else torch.tensor(list(rows.slots))
+        claimed = (claimed_batch[:, None] * SLOTS + claimed_slots[None]).reshape(-1, 1)
     assert rows.grid.shape[0] == len(claimed)
     assert (row == claimed).all(), f"rows {claimed.flatten().tolist()} hold {row.tolist()}"
 
@@ -366,8 +372,10 @@ def check_op(op, first, before, outputs, layouts, kept):
         assert_rows_spell_themselves(value, layout)
         if op in MOVES and is_coded(first) and has_rows(before) and _keeps_rows(before, layout):
             # The capture takes the digests of ``first`` for those of ``value``: they must be the very same rows.
-            kept[op] = kept.get(op, 0) + 1
             rows = spelled_rows(first, before)
+            if len(rows) < rows_of(first, before).grid.shape[0]:
+                continue  # several copies of a row: which is which is not what this test can tell
+            kept[op] = kept.get(op, 0) + 1
             for number, elements in spelled_rows(value, layout).items():
                 assert elements == rows[number], f"{op}: row {number} of {before} is not that of {layout}"
 

@@ -119,14 +119,16 @@ def sound(model):
     return {c: detlab.run(model, PROMPTS, c, new_tokens=2, force=FORCED) for c in (ALONE, PADDED)}
 
 
-def assert_found(result, module, op, occurrence, prompt, position, step):
+def assert_found(result, module, op, occurrence, prompt, position, step, leaks=False):
     first = result.first
     assert result.verdict == "diverged" and first.kind == "origin" and first.inputs_matched
     assert (first.module, first.op, first.occurrence) == (module, op, occurrence)
     assert (first.prompt, first.position, first.call, first.num_rows) == (prompt, position, step, 1)
     assert set(first.inputs.values()) <= {"matched"} and first.source == ""
-    assert len(result.origins) == 1  # everything after it only carries the difference on
-    assert all(d.prompt == prompt and d.position >= position for d in result.carriers)
+    assert all(d.prompt == prompt for d in result.carriers)
+    if not leaks:
+        assert len(result.origins) == 1  # everything after it only carries the difference on
+        assert all(d.position >= position for d in result.carriers)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -135,7 +137,8 @@ def test_a_faulty_kernel_is_found(model, sound, module, op, occurrence, fault):
     # The second prompt's prefill is call 2 (three prompts, two calls each): its token 1.
     faulty = run(model, module=module, op=op, occurrence=occurrence, call=2, tamper=lambda t: fault(t, 0, 1))
     result = detlab.compare(sound[ALONE], faulty, controls=False, measure=False)
-    assert_found(result, module, op, occurrence, prompt=1, position=1, step=0)
+    # A NaN among the keys or values may reach earlier tokens through a kernel's 0 x NaN: an origin of its own, rightly.
+    assert_found(result, module, op, occurrence, prompt=1, position=1, step=0, leaks=fault is payload)
 
 
 @pytest.mark.parametrize(("module", "op", "occurrence"), PLACES)
@@ -201,7 +204,8 @@ def test_a_fault_that_comes_and_goes_fails_the_control(model, sound):
     """A kernel that is right when the run is repeated is a run-to-run difference, and no matter of conditions."""
     place = {"module": "model.layers.1.self_attn.v_proj", "op": "mm", "call": 0}
     faulty = run(model, **place, tamper=lambda t: one_ulp(t, 0, 2))
-    with pytest.raises(ControlError, match=r"b \(default\) gave other bits when .*, first in model\.layers\.1\.self_attn\.v_proj · mm\."):
+    message = r"b \(default\) gave other bits when .*, first in model\.layers\.1\.self_attn\.v_proj · mm\."
+    with pytest.raises(ControlError, match=message):
         detlab.compare(sound[ALONE], faulty)
     twin = run(model, **place, tamper=lambda t: nothing(t, 0, 2))
     assert detlab.compare(sound[ALONE], twin).controls == {"a_repeated": True, "b_repeated": True}
@@ -247,7 +251,8 @@ def test_one_ulp_of_one_weight_is_found_and_named(model, name, op, argument):
         rows = [slot for slot in range(len(found)) if not bitwise_equal(found[slot], expected[slot])]
         if rows:
             break
-    a, b, twin = (detlab.run(m, PROMPTS[:1], new_tokens=0) for m in (model, changed, copy.deepcopy(model)))
+    equal = copy.deepcopy(model)
+    a, b, twin = (detlab.run(m, PROMPTS[:1], new_tokens=0) for m in (model, changed, equal))
     result = detlab.compare(a, b)
     first = result.first
     assert result.verdict == "diverged" and first.kind == "carrier" and not first.inputs_matched

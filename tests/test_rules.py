@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from detlab.trace.layout import feature, has_rows, plain, rows_of
+from detlab.trace.layout import cut_of, feature, has_rows, plain, rows_of, unpair
 from detlab.trace.plans import Layouts, make_plan, op_info
 from tests.bit_classes import draw
 from tests.test_layout import Follow, batch, token
@@ -21,10 +21,13 @@ ROWS = (batch(B), token(T))
 FLAT = (batch(B) + token(T),)
 
 
-def names(layout_rows):
-    """(batch row, slot) of each row of a cut."""
-    slots = [None] if layout_rows.slots is None else layout_rows.slots
-    rows = [None] if layout_rows.batch is None else layout_rows.batch
+def names(layout):
+    """(batch row, slot) of each row of a layout."""
+    cut = cut_of(layout)
+    if cut.pairs is not None:
+        return [unpair(number) for number in cut.pairs]
+    slots = [None] if cut.slots is None else cut.slots
+    rows = [None] if cut.batch is None else cut.batch
     return [(b, s) for b in rows for s in slots]
 
 
@@ -34,7 +37,7 @@ def changed_rows(before, after, layout):
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     differs = before.contiguous().view(kind) != after.contiguous().view(kind)
     rows = rows_of(differs, layout)
-    return {name for name, row in zip(names(rows), rows.grid, strict=True) if row.any()}
+    return {name for name, row in zip(names(layout), rows.grid, strict=True) if row.any()}
 
 
 def follow(fn, inputs):
@@ -54,7 +57,7 @@ def assert_reaches(fn, inputs, which, relation, spared=()):
     for out_layout in layouts:
         assert out_layout is not None and has_rows(out_layout)
     reached = [set() for _ in layouts]
-    for (b, s), places in zip(names(rows), rows.grid, strict=True):
+    for (b, s), places in zip(names(layout), rows.grid, strict=True):
         touched = tensor.clone()
         flat = touched.view(-1)
         if tensor.is_floating_point():
@@ -73,7 +76,7 @@ def assert_reaches(fn, inputs, which, relation, spared=()):
             seen |= found
     for output, out_layout, seen in zip(outputs, layouts, reached, strict=True):
         if output.is_floating_point():  # every row of the output was reached by some row of the input
-            assert {name for name in set(names(rows_of(output, out_layout))) - seen if name[1] not in spared} == set()
+            assert {name for name in set(names(out_layout)) - seen if name[1] not in spared} == set()
 
 
 def values(*shape, seed=0):
@@ -145,6 +148,7 @@ def rotate_half(x):
         pytest.param(lambda x: x[:, :, None].expand(B, 2, 3, T, D).reshape(B, 6, T, D), [HEADS], id="expanded heads"),
         pytest.param(lambda x: x.transpose(1, 2).reshape(B, T, -1), [HEADS], id="heads merged"),
         pytest.param(lambda x: F.pad(x, (0, 2)) * 1, [X], id="padded features"),
+        pytest.param(lambda x: F.pad(x, (0, 0, 0, 2))[:, :T] * 1, [X], id="slots padded behind, and cut again"),
         pytest.param(lambda x: x.clone().add_(1).mul_(2), [X], id="in place"),
         pytest.param(lambda x: torch.zeros_like(x).copy_(x), [X], id="copy into its like"),
         pytest.param(lambda x: torch.zeros(B, T, D).copy_(x), [X], id="copy into something plain"),
@@ -152,6 +156,9 @@ def rotate_half(x):
         pytest.param(lambda ids, table: table[ids], [IDS, TABLE], id="a table indexed"),
         pytest.param(lambda ids: F.one_hot(ids, 7) * 2, [IDS], id="one_hot"),
         pytest.param(lambda x: x.flip(-1) * 1, [X], id="flip of features"),
+        pytest.param(lambda x: x.flip(1) * 2, [X], id="flip of tokens"),
+        pytest.param(lambda x: x.index_select(1, torch.tensor([2, 2, 0])) * 2, [X], id="tokens selected"),
+        pytest.param(lambda x: x.view(-1, D)[torch.tensor([5, 0, 5, 11])] * 2, [X], id="rows picked"),
         pytest.param(lambda x: x.view(B * T, D)[:, :2] * 1, [X], id="router logits cut"),
     ],
 )  # fmt: skip
@@ -232,10 +239,11 @@ def test_one_token_and_one_prompt():
         pytest.param(lambda x: x.gather(1, x.argsort(1)), [X], id="gather along tokens"),
         pytest.param(lambda x: x.roll(1, 1), [X], id="roll"),
         pytest.param(lambda x: x[x[:, :, 0] > 0], [X], id="a mask that picks rows"),
-        pytest.param(lambda x: x.view(B * T, D)[torch.randperm(B * T)], [X], id="rows shuffled"),
+        pytest.param(lambda x: x.masked_select(x > 0), [X], id="elements picked"),
         pytest.param(lambda x: x.view(T, B, D) * 1, [X], id="rows cut"),
         pytest.param(lambda x: x.repeat(2, 1, 1), [X], id="rows repeated"),
-        pytest.param(lambda x: F.pad(x, (0, 0, 1, 0)), [X], id="tokens padded"),
+        pytest.param(lambda x: F.pad(x, (0, 0, 1, 0)), [X], id="tokens padded in front"),
+        pytest.param(lambda x: F.pad(x, (0, 0, 0, -1, 1, 0)), [X], id="tokens cut and prompts padded"),
         pytest.param(lambda x: x.unfold(1, 2, 1) * 1, [X], id="windows"),
         pytest.param(lambda x: F.conv1d(x.transpose(1, 2), values(D, D, 2)), [X], id="convolution along tokens"),
         pytest.param(lambda x: x @ x.transpose(1, 2).flip(0), [X], id="prompts crossed"),
@@ -321,3 +329,17 @@ def test_an_unknown_op_is_unlaid():
 
     assert follow(lambda x: mix(x), [X])[1] == [None]
     assert follow(lambda x: mix(x) * 2, [X])[1] == [None]  # and so is what is made of it
+
+
+# ---------------------------------------------------------------------------------------- experts: rows sorted, and back
+def test_rows_that_are_sorted_by_a_known_order_keep_their_names():
+    order = torch.tensor([3, 1, 0, 2, 7, 5, 4, 6, 11, 10, 9, 8])
+    back = order.argsort()
+    outputs, layouts, _ = follow(lambda x: x.view(-1, D)[order] * 2, [X])
+    assert names(layouts[0]) == [(int(i) // T, int(i) % T) for i in order]
+    assert_reaches(lambda x: x.view(-1, D)[order] * 2, [X], 0, "row")
+    _, (layout,), _ = follow(lambda x: ((x.view(-1, D)[order] * 2)[back]).view(B, T, D), [X])
+    assert layout == (batch(B), token(T), feature(D))
+    twice = follow(lambda x: x.view(-1, D)[torch.arange(24) // 2].view(12, 2, D).sum(1).view(B, T, D), [X])[1]
+    assert twice == [(batch(B), token(T), feature(D))]
+    assert_reaches(lambda x: x.view(-1, D)[torch.arange(24) // 2].view(12, 2, D).sum(1).view(B, T, D), [X], 0, "row")

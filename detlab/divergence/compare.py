@@ -95,12 +95,16 @@ def _compare_runs(a: Run, b: Run, controls: bool, measure: bool, progress: Progr
     forced = b
     notes: list[str] = []
     limits: dict[int, int] | None = None
-    if flips and b.is_live and a.num_steps == b.num_steps:
-        forced = b.replay(force=a.tokens, progress=progress)
-    elif flips:
-        limits = {flip.prompt: len(a.inputs[flip.prompt]) + flip.step for flip in flips}
+    parted = _parted(a, b)
+    if parted and b.is_live:
+        fed = [(ours + theirs[len(ours) :])[: len(theirs)] for ours, theirs in zip(_fed(a), _fed(b), strict=True)]
+        forced = b.replay(force=fed, progress=progress)
+    elif parted:
+        limits = {prompt: len(a.inputs[prompt]) + step for prompt, step in parted.items()}
         notes.append("texts part and the model is not at hand to feed b the tokens of a: rows after each flip are left out")
     assert forced.trace is not None
+    if a.forced is not None or b.forced is not None:  # what they chose after being fed other tokens is no flip
+        flips = [f for f in token_flips(a, forced) if limits is None or f.step <= parted.get(f.prompt, f.step)]
     detail = compare_traces(a.trace, forced.trace, limits)
     result = _judge(a.trace, forced.trace, detail, a.prompt_ids)
     result.token_flips = flips
@@ -142,6 +146,22 @@ def token_flips(a: Run, b: Run) -> list[TokenFlip]:
         if at is not None:
             flips.append(TokenFlip(prompt, a.prompt_ids[prompt], at, ours[at], theirs[at]))
     return flips
+
+
+def _fed(run: Run) -> list[list[int]]:
+    """The tokens that a run was fed after each step: its own, or those that it was forced to take."""
+    return run.tokens if run.forced is None else run.forced
+
+
+def _parted(a: Run, b: Run) -> dict[int, int]:
+    """Prompts that were fed other tokens in the two runs, and the first step of it; the last token is fed to no call."""
+    parted = {}
+    for prompt, (ours, theirs) in enumerate(zip(_fed(a), _fed(b), strict=True)):
+        num_fed = min(len(ours), len(theirs)) - 1
+        at = next((i for i in range(num_fed) if ours[i] != theirs[i]), None)
+        if at is not None:
+            parted[prompt] = at
+    return parted
 
 
 def _judge(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -> Comparison:

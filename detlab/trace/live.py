@@ -187,6 +187,13 @@ class LiveTensors:
             assert out.layout is not None
             self.hasher.add(record, lay.rows_of(tensor, out.layout).grid, out.num_rows, out.width)
 
+    def _num_rows(self, record: TensorRecord) -> int:
+        if record.parts:
+            return sum(self._num_rows(self.trace.tensors[part]) for part in record.parts)
+        if record.pairs is not None:
+            return len(record.pairs)
+        return (1 if record.batch is None else len(record.batch)) * (1 if record.slots is None else len(record.slots))
+
     def collect(self, record: TensorRecord, out: Output, inputs: list[Source]) -> bool:
         """Makes a record that only collects other tensors' rows, where a ``cat`` put rows one after another."""
         parts = [live for _, part, live in inputs if part.numel()]
@@ -195,7 +202,10 @@ class LiveTensors:
         numbers: list[int] = []
         for live in parts:
             source = self.trace.tensors[live.root]
-            if not live.exact or source.status != "rows" or source.width != out.width or not lay.has_rows(live.layout):
+            if not live.exact or source.status != "rows" or source.width != out.width:
+                return False
+            # A slice (a sliding window) shows some of its source's rows only: it is hashed for itself.
+            if live.layout is None or lay.cut_of(live.layout).num_rows != self._num_rows(source):
                 return False
             numbers += source.parts or (live.root,)
         record.status, record.width, record.parts = "rows", out.width, tuple(numbers)

@@ -235,15 +235,20 @@ def _pad(op: Op) -> Layout | None:
     lay = op.lay(0)
     if lay is None:
         return None
-    shape = shape_of(op)
+    pads = [0] * (2 * len(lay) - len(op.args[1])) + list(reversed(op.args[1]))  # (behind, in front) of each dimension
     out: list[Dim] = []
-    for dim, size in zip(lay, shape, strict=True):
-        if dim_size(dim) == size:
+    for axis, (dim, size) in enumerate(zip(lay, shape_of(op), strict=True)):
+        behind, before = pads[2 * axis], pads[2 * axis + 1]
+        if not behind and not before:
             out.append(dim)
-        elif labelled(dim):
-            return None
-        else:
+        elif not labelled(dim):
             out.append(feature(size))
+        elif len(dim) == 1 and dim[0].kind == "token" and not before and behind > 0 and isinstance(dim[0].index, range):
+            # Slots that no token holds yet, as a mask for a preallocated cache has them.
+            start, step = dim[0].index.start, dim[0].index.step
+            out.append((Atom("token", range(start, start + step * size, step)),))
+        else:
+            return None
     return tuple(out)
 
 
