@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return HOLDS
+    except Exception:  # Python's own exit code for it, 1, would say that the bits differ
+        traceback.print_exc()
+        print("detlab: an unexpected error; it could not be tested. Please report it with the lines above.", file=sys.stderr)
+        return UNTESTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,6 +145,8 @@ def _investigate(options: argparse.Namespace) -> int:
     conditions = [Condition.parse(text) for text in (options.a, options.b)]
     prompts = load_prompts(options.prompts or _own_prompts())[: options.limit]
     result = _run_investigation(options.model, options.dtype, prompts, conditions, options.new_tokens)
+    # Printed first: a file that cannot be written must not cost the result.
+    print(json.dumps(result.to_json(), ensure_ascii=False) if options.json else result, flush=True)
     if options.save:
         result.a.save(Path(options.save) / "a")
         result.b.save(Path(options.save) / "b")
@@ -147,7 +154,6 @@ def _investigate(options: argparse.Namespace) -> int:
         from detlab.viz import write_report
 
         write_report(result, options.report)
-    print(json.dumps(result.to_json(), ensure_ascii=False) if options.json else result)
     return HOLDS if result.verdict == "identical" else DOES_NOT
 
 

@@ -65,7 +65,7 @@ class RowComparer:
         self.a, self.b = a, b
         self._diffs: dict[tuple[int, int], tuple[Array, Array] | None] = {}
         self._joins: dict[tuple[int, int], tuple[Array, Array | None, Array | None]] = {}
-        self._chosen: dict[tuple[int, int], Array] = {}
+        self._chosen: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._kept: list[Array] = []  # arrays whose id() is a key above must stay alive
 
     def compare(self, a: int, b: int) -> tuple[Array, Array] | None:
@@ -95,16 +95,20 @@ class RowComparer:
             return keys, digests_a == digests_b
         return keys, digests_a[at_a] == digests_b[at_b]
 
-    def chosen(self, keys: Array, pair: CallPair) -> Array:
-        """Which rows belong to a pair of calls; rows of a whole prompt belong where any of its tokens does."""
+    def chosen(self, keys: Array, pair: CallPair) -> tuple[Array, Array]:
+        """Which rows belong to a pair of calls, and their keys; rows of a whole prompt belong where any of its tokens does.
+
+        The same arrays every time, so that what is worked out for one op's rows serves the next op's.
+        """
         at = (id(keys), id(pair))
         found = self._chosen.get(at)
         if found is None:
             if np.array_equal(keys, pair.keys):
-                found = np.ones(len(keys), bool)
+                found = (np.ones(len(keys), bool), keys)
             else:
                 prompt, position = split_keys(keys)
-                found = np.isin(without_copy(keys), pair.keys) | ((position == -2) & np.isin(prompt, pair.prompts))
+                inside = np.isin(without_copy(keys), pair.keys) | ((position == -2) & np.isin(prompt, pair.prompts))
+                found = (inside, keys[inside])
             self._chosen[at] = found
             self._kept.append(keys)
         return found
@@ -285,11 +289,11 @@ def _compare_op(result: TraceComparison, comparer: RowComparer, pair: CallPair, 
                 if comparer.whole_equal(out_a, out_b) is False:
                     result.unlaid_differ.append(op_a.index)
             continue
-        chosen = comparer.chosen(found[0], pair)
-        result.rows_compared += int(chosen.sum())
+        chosen, chosen_keys = comparer.chosen(found[0], pair)
+        result.rows_compared += len(chosen_keys)
         if keys is None or equal is None:
-            keys, equal = found[0][chosen], found[1][chosen]
-        elif len(keys) == int(chosen.sum()) and np.array_equal(keys, found[0][chosen]):
+            keys, equal = chosen_keys, found[1][chosen]
+        elif keys is chosen_keys or np.array_equal(keys, chosen_keys):
             equal = equal & found[1][chosen]  # several outputs: a row is identical where all of them are
     if keys is None or equal is None or not len(keys):
         return

@@ -51,6 +51,8 @@ class RowKeeper:
             mine = np.isin(split_keys(keys)[0], self.prompts)
             known = self._cuts[id(keys)] = (keys[mine], torch.from_numpy(at[mine]))
             self._alive.append(keys)
+        if not len(known[0]):  # a call that serves other prompts
+            return
         self._bytes += len(known[0]) * cut.grid.shape[1] * cut.grid.element_size()
         if self._bytes > self.budget:
             self.is_full = True
