@@ -114,7 +114,7 @@ class ModuleHooks:
             for name, tensor, layout in inputs:
                 is_cache = name.startswith("cache.layers")
                 known = live.known.get(id(tensor))
-                # What a call left behind is followed; a copy that the caller made of a cache has no rows until it is named here.
+                # What a call left behind is followed; a copy that the caller made of it has no rows until it is named here.
                 if is_cache and known is not None and live.is_current(known, tensor) and lay.has_rows(known.layout):
                     continue
                 live.enter("cache" if is_cache else "input", name, tensor, layout)

@@ -72,10 +72,11 @@ class LiveTensors:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves detlab's own tensor work out of the trace."""
+        """Leaves detlab's own tensor work out of the trace, and out of the dispatch mode's way."""
         before, self.paused = self.paused, True
         try:
-            yield
+            with torch._C._DisableTorchDispatch():
+                yield
         finally:
             self.paused = before
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ class OpInfo:
     is_hashed: bool
     is_planned: bool
     context: set[int]
+    plans: dict[Any, Plan] = field(default_factory=dict)  # by layouts and plain arguments
 
 
 @dataclass(slots=True)

@@ -39,7 +39,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._between_calls = context is None  # whether ops outside the model's calls are recorded
         self._observer = observer
         self._infos: dict[Any, OpInfo] = {}
-        self._plans: dict[Any, Plan] = {}
 
     def __enter__(self) -> Recorder:
         """Hooks every module and starts to see ops."""
@@ -75,7 +74,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.decompose(*args, **kwargs)
         live.paused = True
         try:
-            inputs, key = self._resolve_inputs(func, args, kwargs)
+            inputs, key = self._resolve_inputs(args, kwargs)
             if info.writes:
                 live.hasher.flush()  # an output that waits to be hashed may be about to change
                 live.note_writes(info, args, kwargs)
@@ -87,11 +86,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             live.paused = False
         return result
 
-    def _resolve_inputs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Source], list[Any]]:
+    def _resolve_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Source], list[Any]]:
         """The tensors among the arguments with their records, and a key for what the op will do to rows."""
         resolve = self._live.resolve
         found: list[Source] = []
-        key: list[Any] = [func]
+        key: list[Any] = []
         for position, value in enumerate(args):
             if isinstance(value, Tensor):
                 live = resolve(value)
@@ -160,7 +159,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key.append(args[0].dtype)
         name: tuple[Any, ...] | None = tuple(key) if info.is_planned else None
         try:
-            plan = self._plans.get(name)
+            plan = info.plans.get(name)
         except TypeError:  # an argument that cannot be part of a key
             plan = name = None
         if plan is not None and len(plan.outputs) == len(outputs):
@@ -172,5 +171,5 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources = [(position, live.layout) for position, _, live in inputs]
         plan = make_plan(info, args, kwargs, sources, outputs, self._live.layout_of, self._live.layouts)
         if name is not None:
-            self._plans[name] = plan
+            info.plans[name] = plan
         return plan
