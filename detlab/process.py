@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from detlab import bits
 from detlab.errors import CaptureError, MachineError
 
-_folders: weakref.WeakKeyDictionary[nn.Module, tempfile.TemporaryDirectory[str]] = weakref.WeakKeyDictionary()
+_folders: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()
 _sent: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -68,16 +69,18 @@ def send_model(model: nn.Module) -> Path:
         "digests": digests_of(model),  # versions and addresses would miss what is written through .data or numpy
     }
     if _sent.get(model) == meta:
-        return Path(_folders[model].name)
-    folder = tempfile.TemporaryDirectory(prefix="detlab-model-")
-    path = Path(folder.name)
+        return _folders[model]
+    path = Path(tempfile.mkdtemp(prefix="detlab-model-"))
     try:
         save_file({where: tensor.detach().cpu().contiguous() for where, tensor in _tensors(model)}, path / "state.safetensors")
         (path / "model.json").write_text(json.dumps(meta), encoding="utf-8")
     except BaseException:
-        folder.cleanup()
+        shutil.rmtree(path, ignore_errors=True)
         raise
-    _folders[model], _sent[model] = folder, meta
+    if model in _folders:
+        shutil.rmtree(_folders[model], ignore_errors=True)
+    weakref.finalize(model, shutil.rmtree, path, ignore_errors=True)
+    _folders[model], _sent[model] = path, meta
     return path
 
 

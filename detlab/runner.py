@@ -151,11 +151,10 @@ class Run:
             }
         }
         files = {"logits": {str(i): logits for i, logits in enumerate(self.logits)}}
+        shards: list[Path] = []
         if self.trace is not None:
-            content["trace"], files["trace"], saved = pack_trace(self.trace)
-            if saved:
-                files["tensors"] = saved
-        return write_folder(path, content, files)
+            content["trace"], files["trace"], shards = pack_trace(self.trace)
+        return write_folder(path, content, files, shards)
 
     def __repr__(self) -> str:
         what = f"{len(self.tokens)} prompts x {self.num_steps} tokens"
@@ -177,10 +176,10 @@ def load_trace(path: str | Path) -> Run | Trace:
     Raises:
         TraceError: no saved trace is there; TraceCorrupt or TraceSchema: it cannot be trusted or read.
     """
-    content, files = read_folder(path)
+    content, files, shards = read_folder(path)
     trace = None
     if "trace" in content:
-        trace = unpack_trace(content["trace"], files["trace"], files.get("tensors", {}))
+        trace = unpack_trace(content["trace"], files["trace"], shards)
     if "run" not in content:
         if trace is None:
             raise TraceError(f"{path} holds neither a run nor a trace.")

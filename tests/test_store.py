@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ def assert_same(a, b, where="trace"):
         assert len(a) == len(b), where
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             assert_same(x, y, f"{where}[{i}]")
-    elif isinstance(a, dict):
+    elif isinstance(a, Mapping):
         assert list(a) == list(b), where
         for key in a:
             assert_same(a[key], b[key], f"{where}[{key!r}]")
@@ -101,7 +102,9 @@ def test_odd_records_come_back_whole(tmp_path):
         OpRecord(1, 0, "a.b", "cat", 0, (), (), True, False),
     ]
     trace.modules = [ModuleRecord(0, "a.b", "Linear", 0, 2, -1)]
-    trace.saved = {1: torch.tensor([float("nan"), -0.0]).bfloat16(), 3: torch.zeros(0, 3), 4: torch.tensor(True)}
+    odd = {1: torch.tensor([float("nan"), -0.0]).bfloat16(), 3: torch.zeros(0, 3), 4: torch.tensor(True)}
+    for number, tensor in odd.items():
+        trace.saved.add(number, tensor)
     trace.save(tmp_path / "odd")
     loaded = detlab.load_trace(tmp_path / "odd")
     assert_same(trace, loaded)
@@ -122,7 +125,7 @@ def write_manifest(folder, manifest):
     (folder / "manifest.json").write_text(json.dumps(manifest, ensure_ascii=False))
 
 
-@pytest.mark.parametrize("name", ["logits.safetensors", "trace.safetensors", "tensors.safetensors"])
+@pytest.mark.parametrize("name", ["logits.safetensors", "trace.safetensors", "tensors-00000.safetensors"])
 def test_one_changed_byte_anywhere_is_seen(saved, name):
     data = (saved / name).read_bytes()
     message = rf"{name} is truncated or was changed \(checksum differs\); save the trace again\.$"
@@ -208,7 +211,7 @@ def test_nothing_is_unpickled(saved, monkeypatch):
     monkeypatch.setattr(torch, "load", None)
     assert isinstance(detlab.load_trace(saved), detlab.Run)
     assert sorted(p.name for p in saved.iterdir()) == [
-        "logits.safetensors", "manifest.json", "tensors.safetensors", "trace.safetensors",
+        "logits.safetensors", "manifest.json", "tensors-00000.safetensors", "trace.safetensors",
     ]  # fmt: skip
 
 
@@ -224,16 +227,19 @@ FAULTS = [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device"),
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_save_that_is_cut_short_leaves_nothing(finished, tmp_path, monkeypatch, fault, after):
     written = []
-    real = store.save_file
 
-    def save_file(tensors, path):
-        if len(written) == after:
-            Path(path).write_bytes(b"half")
-            raise fault
-        written.append(path)
-        real(tensors, path)
+    def failing(real):  # both writers take what is written and where to
+        def write(what, path):
+            if len(written) == after:
+                Path(path).write_bytes(b"half")
+                raise fault
+            written.append(path)
+            real(what, path)
 
-    monkeypatch.setattr(store, "save_file", save_file)
+        return write
+
+    monkeypatch.setattr(store, "save_file", failing(store.save_file))
+    monkeypatch.setattr(store.shutil, "copyfile", failing(store.shutil.copyfile))
     expected = TraceError if isinstance(fault, OSError) else type(fault)
     with pytest.raises(expected) as caught:
         finished.save(tmp_path / "deep" / "run")

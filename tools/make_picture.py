@@ -1,6 +1,6 @@
 """Makes the README's picture: SmolLM2 in bfloat16, one prompt alone against the same prompt in a left-padded batch of six.
 
-    python tools/make_picture.py CHROMIUM        # writes docs/divergence.png
+python tools/make_picture.py CHROMIUM        # writes docs/divergence.png
 """
 
 from __future__ import annotations

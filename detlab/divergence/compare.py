@@ -63,7 +63,7 @@ def _compare_bare(a: Trace, b: Trace) -> Comparison:
     num_prompts = max((int(c.prompts.max(initial=-1)) + 1 for c in a.calls), default=0)
     ids = [str(i) for i in range(num_prompts)]
     result = _judge(a, b, detail, ids)
-    carried = _carried_over(a, b)
+    carried = _carried_over(a, b, detail.rows_compared > 0)
     if carried is not None:
         result.verdict, result.first = DIVERGED, carried
         result.carriers.insert(0, carried)
@@ -72,14 +72,19 @@ def _compare_bare(a: Trace, b: Trace) -> Comparison:
     return result
 
 
-def _carried_over(a: Trace, b: Trace) -> Divergence | None:
-    """The first call that was given the same tokens on top of a cache of another length: state from an earlier call."""
+def _carried_over(a: Trace, b: Trace, is_comparable: bool) -> Divergence | None:
+    """The first call on top of a cache of another length: state from an earlier call.
+
+    It was given the same tokens; or the traces have no row in common, since the cache moved every token.
+    """
     for call_a, call_b in zip(a.calls, b.calls, strict=False):
         start_a, start_b = call_a.query.start, call_b.query.start
-        if start_a != start_b and np.array_equal(call_a.tokens, call_b.tokens) and call_a.tokens.size:
+        same_tokens = np.array_equal(call_a.tokens, call_b.tokens)
+        if start_a != start_b and call_a.tokens.size and (same_tokens or not is_comparable):
             return Divergence(
                 kind="carrier", module="", op="(call)", occurrence=0, call=call_a.index, prompt=0, prompt_id="0",
-                position=int(call_a.positions[0, start_a]), inputs={"input_ids": "matched", "cache": "differs"},
+                position=int(call_a.positions[0, start_a]),
+                inputs={"input_ids": "matched" if same_tokens else "differs", "cache": "differs"},
                 num_rows=call_a.tokens.size, source=f"an earlier call: the cache held {start_a} tokens in a, {start_b} in b",
             )  # fmt: skip
         if start_a != start_b:

@@ -251,21 +251,34 @@ def _divergence(a: Trace, b: Trace, found: OpComparison, prompt_ids: list[str]) 
 def _source(a: Trace, b: Trace, found: OpComparison) -> str:
     """Names what made a carrier's first differing input, and the earlier call it comes from where it does."""
     op = a.ops[found.a]
+    of_b = {name: number for name, number, _ in b.ops[found.b].inputs}
     for name, number, _ in op.inputs:
         if found.inputs.get(name) != "differs":
             continue
-        record = a.tensors[number]
+        record = a.tensors[_broken_part(a, b, number, of_b[name], found)]
         if record.kind != "op":
             return f"{record.kind} {record.name}".strip()
-        producers = [a.producer(part) for part in (record.parts or (number,))]
-        known = [p for p in producers if p is not None]
-        if not known:
+        maker = a.producer(record.number)
+        if maker is None:
             return "an earlier call"
-        maker = known[0]
         step = a.calls[maker.call].step
         when = f" in call {step}" if maker.call != op.call else ""
         return f"{maker.module or '(model)'} · {maker.op}{when}"
     return ""
+
+
+def _broken_part(a: Trace, b: Trace, ours: int, theirs: int, found: OpComparison) -> int:
+    """The part of a cache that grew call by call in which the first differing row lies that the carrier's first row sees."""
+    parts = a.tensors[ours].parts
+    if not parts:
+        return ours
+    (keys_a, digests_a), (keys_b, digests_b) = a.rows(ours), b.rows(theirs)
+    keys, at_a, at_b = np.intersect1d(keys_a, keys_b, return_indices=True)
+    prompt, position = split_keys(keys)
+    (row_prompt,), (row_position,) = split_keys(found.keys[found.state == CARRIER][:1])
+    seen = (prompt == row_prompt) & (position <= row_position)
+    broken = keys[seen & (digests_a[at_a] != digests_b[at_b])]
+    return next((part for part in parts if np.isin(a.rows(part)[0], broken[:1]).any()), ours)
 
 
 def _grid(comparison: Comparison, prompt: int) -> Grid:

@@ -91,7 +91,7 @@ def _saver(trace: Trace, save: Save, observer: Observer | None) -> Observer | No
         if observer is not None:
             observer(op, record, tensor, layout, call)
         if save == "full" or (callable(save) and save(op)):
-            trace.saved[record.number] = tensor.detach().clone()
+            trace.saved.add(record.number, tensor)
 
     return keep
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from detlab.trace.layout import Index, unpair
+from detlab.trace.tensors import TensorStore
 
 Array = np.ndarray
 
@@ -218,7 +218,7 @@ class Trace:
     Attributes:
         calls, ops, modules, tensors: the records, in the order in which things ran.
         model: class, dtype and size of the model.
-        saved: full tensors by tensor number, where ``save`` asked for them.
+        saved: full tensors by tensor number, where ``save`` asked for them; they are on disk and read one at a time.
         notes: what could not be followed, in words.
     """
 
@@ -227,7 +227,7 @@ class Trace:
     ops: list[OpRecord] = field(default_factory=list)
     modules: list[ModuleRecord] = field(default_factory=list)
     tensors: list[TensorRecord] = field(default_factory=list)
-    saved: dict[int, Tensor] = field(default_factory=dict)
+    saved: TensorStore = field(default_factory=TensorStore)
     notes: list[str] = field(default_factory=list)
 
     def rows(self, number: int) -> tuple[Array, Array]:

@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +24,26 @@ from torch import Tensor
 from detlab.errors import TraceCorrupt, TraceError, TraceSchema
 from detlab.trace.layout import Index
 from detlab.trace.records import Call, ModuleRecord, OpRecord, TensorRecord, Trace
+from detlab.trace.tensors import TensorStore
 
 SCHEMA = 1
 _MANIFEST = "manifest.json"
+_SHARD = "tensors-"
 _KINDS = ("op", "parameter", "buffer", "input", "cache", "constant")
 _STATUS = ("rows", "whole", "unlaid")
 _RELATIONS = ("row", "context", "whole", "place")
 
 
 # ------------------------------------------------------------------------------------------------------------ folders
-def write_folder(path: str | Path, content: dict[str, Any], files: dict[str, dict[str, Tensor]]) -> Path:
+def write_folder(path: str | Path, content: dict[str, Any], files: dict[str, dict[str, Tensor]],
+                 shards: Sequence[Path] = ()) -> Path:  # fmt: skip
     """Writes a folder of one JSON document and some safetensors files, whole or not at all.
 
     Args:
         path: the folder; one that detlab wrote is replaced, anything else is refused.
         content: the JSON document.
         files: tensors by file stem.
+        shards: safetensors files of full tensors, which are copied.
 
     Raises:
         TraceError: something else is at ``path``, or the disk refuses.
@@ -56,6 +61,10 @@ def write_folder(path: str | Path, content: dict[str, Any], files: dict[str, dic
         for stem, tensors in files.items():
             name = f"{stem}.safetensors"
             save_file({k: v.contiguous() for k, v in tensors.items()}, fresh / name)
+            sums[name] = _sha256(fresh / name)
+        for number, shard in enumerate(shards):
+            name = f"{_SHARD}{number:05}.safetensors"
+            shutil.copyfile(shard, fresh / name)
             sums[name] = _sha256(fresh / name)
         manifest = {"format": "detlab", "schema": SCHEMA, "files": sums, "content": content}
         manifest["checksum"] = _checksum(manifest)
@@ -98,8 +107,8 @@ def _beside(target: Path) -> Path:
     return folder
 
 
-def read_folder(path: str | Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Reads what `write_folder` wrote.
+def read_folder(path: str | Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]], list[Path]]:
+    """Reads what `write_folder` wrote: the document, the files, and where the shards of full tensors are.
 
     Raises:
         TraceError: there is no such folder.
@@ -124,7 +133,8 @@ def read_folder(path: str | Path) -> tuple[dict[str, Any], dict[str, dict[str, T
     claimed = manifest.pop("checksum", None)
     if claimed != _checksum(manifest):
         raise TraceCorrupt(f"{folder}/{_MANIFEST} was changed after it was written (checksum differs); save the trace again.")
-    files = {}
+    files: dict[str, dict[str, Tensor]] = {}
+    shards: list[Path] = []
     for name, sha256 in manifest["files"].items():
         if Path(name).name != name:
             raise TraceCorrupt(f"{folder}: the manifest names {name!r}, which lies outside the folder.")
@@ -133,8 +143,11 @@ def read_folder(path: str | Path) -> tuple[dict[str, Any], dict[str, dict[str, T
             raise TraceCorrupt(f"{folder}: {name} is missing; the trace is damaged: save it again.")
         if _sha256(file) != sha256:
             raise TraceCorrupt(f"{folder}: {name} is truncated or was changed (checksum differs); save the trace again.")
-        files[name.removesuffix(".safetensors")] = load_file(file)
-    return manifest["content"], files
+        if name.startswith(_SHARD):
+            shards.append(file)
+        else:
+            files[name.removesuffix(".safetensors")] = load_file(file)
+    return manifest["content"], files, shards
 
 
 def _sha256(path: Path) -> str:
@@ -182,8 +195,8 @@ def _unpack_index(values: list[int]) -> Index | None:
     return range(values[1], values[2], values[3]) if values[0] == 0 else tuple(values[1:])
 
 
-def pack_trace(trace: Trace) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """Turns a trace into a JSON part, columns, and the full tensors that were kept."""
+def pack_trace(trace: Trace) -> tuple[dict[str, Any], dict[str, Tensor], list[Path]]:
+    """Turns a trace into a JSON part, columns, and the shards of the full tensors that were kept."""
     names = _Names()
     columns: dict[str, Tensor] = {}
 
@@ -224,22 +237,22 @@ def pack_trace(trace: Trace) -> tuple[dict[str, Any], dict[str, Tensor], dict[st
         "names": list(names.numbers),
         "calls": [{"step": c.step, "query": [c.query.start, c.query.stop]} for c in trace.calls],
     }
-    return content, columns, {str(number): tensor for number, tensor in trace.saved.items()}
+    return content, columns, trace.saved.shards()
 
 
-def unpack_trace(content: dict[str, Any], columns: dict[str, Tensor], saved: dict[str, Tensor]) -> Trace:
+def unpack_trace(content: dict[str, Any], columns: dict[str, Tensor], shards: Sequence[Path]) -> Trace:
     """Rebuilds the trace that `pack_trace` took apart.
 
     Raises:
         TraceCorrupt: the parts do not fit together.
     """
     try:
-        return _unpack(content, columns, saved)
+        return _unpack(content, columns, shards)
     except (KeyError, IndexError, ValueError, TypeError) as error:
         raise TraceCorrupt(f"the trace's parts do not fit together ({error!r}); save it again.") from error
 
 
-def _unpack(content: dict[str, Any], columns: dict[str, Tensor], saved: dict[str, Tensor]) -> Trace:
+def _unpack(content: dict[str, Any], columns: dict[str, Tensor], shards: Sequence[Path]) -> Trace:
     names: list[str] = content["names"]
 
     def table(name: str, width: int) -> list[list[int]]:
@@ -289,12 +302,11 @@ def _unpack(content: dict[str, Any], columns: dict[str, Tensor], saved: dict[str
     for index, (call, module, class_name, first, end, output) in enumerate(table("modules", 6)):
         given = tuple((names[taken[index][i]], taken[index][i + 1]) for i in range(0, len(taken[index]), 2))
         trace.modules.append(ModuleRecord(call, names[module], names[class_name], first, end, output, given))
-    trace.saved = {int(number): saved[number] for number in sorted(saved, key=int)}
+    trace.saved = TensorStore(shards)
     return trace
 
 
 def save_trace(trace: Trace, path: str | Path) -> Path:
     """Saves a bare trace (one that `capture` made); `Run.save` saves a whole run."""
-    content, columns, saved = pack_trace(trace)
-    files = {"trace": columns} | ({"tensors": saved} if saved else {})
-    return write_folder(path, {"trace": content}, files)
+    content, columns, shards = pack_trace(trace)
+    return write_folder(path, {"trace": content}, {"trace": columns}, shards)

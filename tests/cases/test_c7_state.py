@@ -23,9 +23,9 @@ def filled(model):
     return cache
 
 
-def captured(model, cache, **given):
+def captured(model, cache):
     with torch.no_grad(), detlab.capture(model) as trace:
-        model(TOKENS[:, PREFIX:], cache=cache, **given)
+        model(TOKENS[:, PREFIX:], cache=cache)
     return trace
 
 
@@ -49,24 +49,33 @@ def test_the_same_cache_object_twice(model):
 
 
 def test_generate_with_the_same_cache_object_twice(model):
+    """The second time, ``generate`` takes other tokens for the new ones: no row is left in common."""
     cache = filled(model)
-    traces, texts = [], []
+    ids = TOKENS[:, : PREFIX + 4]
+    options = {"do_sample": False, "max_new_tokens": 3, "min_new_tokens": 3, "attention_mask": torch.ones_like(ids)}
+    traces = []
     for _ in range(2):
         with detlab.capture(model) as trace:
-            ids = TOKENS[:, : PREFIX + 4]
-            texts.append(model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, do_sample=False,
-                                        max_new_tokens=3, min_new_tokens=3))  # fmt: skip
+            model.generate(ids, cache=cache, **options)
         traces.append(trace)
+    assert [t.calls[0].query.start for t in traces] == [PREFIX, PREFIX + 6]
     result = detlab.compare(*traces)
-    assert result.verdict != "identical" and result.first is not None and not result.first.inputs_matched
-    if [c.tokens.tolist() for c in traces[0].calls][:1] == [c.tokens.tolist() for c in traces[1].calls][:1]:
-        assert "the cache held 10 tokens in a, " in result.first.source
+    assert result.verdict == "diverged" and result.origins == [] and not result.first.inputs_matched
+    assert result.first.source == "an earlier call: the cache held 10 tokens in a, 16 in b"
+    assert result.first.inputs["cache"] == "differs" and result.first.position == PREFIX
+
+    fresh = []
+    for _ in range(2):  # the twin
+        with detlab.capture(model) as trace:
+            model.generate(ids, cache=filled(model), **options)
+        fresh.append(trace)
+    assert detlab.compare(*fresh).verdict == "identical"
 
 
 def test_a_fresh_copy_each_time(model):
     """The twin: each call gets its own copy, made inside the capture or before it."""
     cache = filled(model)
-    inside = [captured(model, None, **{}) for _ in ()]
+    inside = []
     for _ in range(2):
         with torch.no_grad(), detlab.capture(model) as trace:
             model(TOKENS[:, PREFIX:], cache=copy.deepcopy(cache))
@@ -88,6 +97,22 @@ def test_a_copy_with_other_contents_is_an_input_that_differs(model):
     assert first.kind == "carrier" and first.module == "model.layers.1.self_attn" and first.position == PREFIX
     assert first.inputs["value"] == "differs" and first.inputs["query"] == first.inputs["key"] == "matched"
     assert first.source == "cache cache.layers.1.values"
+
+
+def test_the_part_of_a_cache_that_differs_is_named(model):
+    """Equal prefills, another first token to decode: the second decode step's keys differ since that call, not before."""
+    traces = []
+    for token in (77, 78):
+        with torch.no_grad(), detlab.capture(model) as trace:
+            cache = model(TOKENS, use_cache=True).cache
+            model(torch.tensor([[token]]), cache=cache)
+            model(torch.tensor([[5]]), cache=cache)
+        traces.append(trace)
+    result = detlab.compare(*traces)
+    assert result.verdict == "diverged" and result.origins == [] and result.first.source == "input input_ids"
+    found = next(d for d in result.carriers if d.call == 2 and d.module == "model.layers.0.self_attn")
+    assert found.inputs["query"] == "matched" and found.inputs["key"] == "differs"
+    assert found.source == "model.layers.0.self_attn · add in call 1"
 
 
 def test_a_longer_prompt_is_not_state(model):
