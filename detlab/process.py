@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -44,6 +45,7 @@ def send_model(model: nn.Module) -> Path:
     Raises:
         CaptureError: the model would not be the same in another process: it is no plain transformers model, or carries
             hooks, patched forwards or adapters that a configuration does not describe.
+        MachineError: the disk refuses.
     """
     import transformers
 
@@ -74,9 +76,15 @@ def send_model(model: nn.Module) -> Path:
     try:
         save_file({where: tensor.detach().cpu().contiguous() for where, tensor in _tensors(model)}, path / "state.safetensors")
         (path / "model.json").write_text(json.dumps(meta), encoding="utf-8")
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(path, ignore_errors=True)
-        raise
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
+        size = sum(tensor.numel() * tensor.element_size() for _, tensor in _tensors(model)) / 2**20
+        raise MachineError(
+            f"{name} ({size:.0f} MiB) could not be written to {path.parent} for a fresh process: {error}. "
+            "Free some space, or set TMPDIR to a larger disk."
+        ) from error
     if model in _folders:
         shutil.rmtree(_folders[model], ignore_errors=True)
     weakref.finalize(model, shutil.rmtree, path, ignore_errors=True)
@@ -147,6 +155,8 @@ def child(request: dict[str, Any], variables: dict[str, str], report: Callable[[
                 if process.poll() is None:
                     process.kill()
                     process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
         if code:
             last = errors.read_text(errors="replace").strip().splitlines()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

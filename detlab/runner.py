@@ -318,6 +318,8 @@ def _in_fresh_process(model: nn.Module, inputs: list[list[int]], condition: Cond
     with child(request, condition.variables, report) as folder:
         made = load_trace(folder / "run")
         assert isinstance(made, Run)
+        if made.trace is not None:
+            made.trace.saved = made.trace.saved.moved()
         if keep is not None:
             kept = load_file(folder / "kept.safetensors")
             for name in sorted({name.partition(".")[0] for name in kept}, key=int):

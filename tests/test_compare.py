@@ -303,8 +303,12 @@ def test_runs_that_were_forced_are_compared_as_they_were_fed(model, tmp_path):
     assert not result.teacher_forced and result.first is None and len(result.token_flips) == 3
     result = detlab.compare(a, other)  # prompt 0's last token was fed to no call; prompt 1 was
     assert result.teacher_forced and result.verdict == "identical" and result.token_flips == []
-    loaded = [detlab.load_trace(run.save(tmp_path / name)) for name, run in (("a", a), ("b", other))]
-    result = detlab.compare(*loaded)
+    last = detlab.run(model, PROMPTS, new_tokens=3, force=[[9, 8, 99], [5, 5, 5], [1, 2, 3]])
+    assert not detlab.compare(a, last).teacher_forced  # the last token is fed to no call
+    loaded = [detlab.load_trace(run.save(tmp_path / name)) for name, run in (("a", a), ("b", other), ("c", last))]
+    result = detlab.compare(loaded[0], loaded[2])
+    assert result.verdict == "identical" and not any("rows after each flip are left out" in note for note in result.notes)
+    result = detlab.compare(*loaded[:2])
     assert result.verdict == "identical" and any("rows after each flip are left out" in note for note in result.notes)
     longer = detlab.run(model, PROMPTS, new_tokens=5)
     assert detlab.compare(a, longer).verdict == detlab.compare(longer, a).verdict == "identical"
@@ -446,6 +450,36 @@ def test_a_difference_behind_unlaid_ops_is_not_called_identical(name):
     # Bare traces have no logits beside them; still nothing may be called identical that is known to differ.
     assert detlab.compare(a.trace, same.trace).verdict == "identical"
     assert detlab.compare(a.trace, b.trace).verdict != "identical"
+
+
+class Rolling(nn.Module):
+    """Moves tokens about in a way that no rule follows."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = (nn.Parameter(torch.ones(4)) for _ in "ab")
+
+    def forward(self, inputs_embeds):
+        return (inputs_embeds * self.before).roll(1, 1) * self.after
+
+
+def test_unlaid_ops_are_compared_as_a_whole_where_the_calls_are_one():
+    model, changed = Rolling(), Rolling()
+    changed.after.data[2] = 1 + 2**-23
+    x = draw(2, 3, 4, seed=6)
+    traces = []
+    for served, given in ((model, x), (model, x.clone()), (changed, x), (changed, torch.cat([x, x]))):
+        with torch.no_grad(), detlab.capture(served) as trace:
+            served(inputs_embeds=given)
+        traces.append(trace)
+    assert [op.op for op in traces[0].unlaid] == ["roll", "mul"]
+    assert detlab.compare(*traces[:2]).verdict == "identical"
+    result = detlab.compare(traces[0], traces[2])
+    assert result.verdict == "diverged" and result.first is None
+    assert "1 ops that could not be laid out differ as a whole, the first of them (model) · mul" in result.notes
+    assert "parameter after differs between a and b" in result.notes
+    # Of calls with other mates the whole tensors differ in any case, which says nothing.
+    assert not any("differ as a whole" in note for note in detlab.compare(traces[0], traces[3]).notes)
 
 
 # -------------------------------------------------------------------------------------------------------------- output

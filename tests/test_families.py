@@ -4,7 +4,7 @@ What each module took and returned is read by hooks in a run without capture; th
 mixtures of experts, an op inside the experts may part where no module's output does: that alone is allowed there.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -28,12 +28,12 @@ def subject(request):
     name, dtype = request.param
     model = detlab.load_model(name, dtype=dtype)[0]
 
-    @lru_cache(maxsize=None)
+    @cache
     def serve(text, length, new_tokens):
-        condition = Condition.parse(text)
-        run = detlab.run(model, [tokens(length)], condition, new_tokens=new_tokens)
+        asked = {"condition": Condition.parse(text), "new_tokens": new_tokens, "force": [[5] * new_tokens]}
+        run = detlab.run(model, [tokens(length)], **asked)
         with module_tensors(model) as calls:
-            bare = detlab.run(model, [tokens(length)], condition, new_tokens=new_tokens, trace=False)
+            bare = detlab.run(model, [tokens(length)], **asked, trace=False)
         assert bare.md5 == run.md5 and bare.tokens == run.tokens
         return run, calls
 
@@ -61,11 +61,9 @@ def first_difference(name, a, b):
 def assert_exact(subject, a, b, length, new_tokens=0):
     name, _, serve = subject
     (run_a, raw_a), (run_b, raw_b) = serve(a, length, new_tokens), serve(b, length, new_tokens)
-    if run_a.tokens[0][:-1] != run_b.tokens[0][:-1]:
-        pytest.fail("the texts part: this test's prompts were chosen so that they do not")
     result = detlab.compare(run_a, run_b, controls=False, measure=False)
     truth = first_difference(name, raw_a, raw_b)
-    assert result.rows_compared > 800
+    assert result.rows_compared > 700
     assert result.logits_equal == (run_a.md5 == run_b.md5)
     if truth is not None:
         tensor, call, position = truth
@@ -74,7 +72,10 @@ def assert_exact(subject, a, b, length, new_tokens=0):
             assert (result.first.module, result.first.call, result.first.position) == (maker(tensor), call, position)
             assert result.first.inputs_matched
         else:
-            assert result.first.module.startswith(maker(tensor)) and result.first.position <= position
+            # Experts' inner ops may part at other tokens first; what leaves the module parts where the hooks say.
+            assert result.first.module.startswith(maker(tensor)) and result.first.inputs_matched
+            inside = [d for d in (*result.origins, *result.carriers) if d.module.startswith(maker(tensor)) and d.call == call]
+            assert max(inside, key=lambda d: d.op_index).position == position
     elif name in DENSE or result.verdict == "identical":
         assert result.verdict == "identical" and result.first is None, str(result)
         assert result.origins == result.carriers == []
@@ -88,10 +89,10 @@ def test_the_same_condition_twice(subject):
     name, model, serve = subject
     text = "batch_size=3,mates=random"
     run, _ = serve(text, 13, 2)
-    again = detlab.run(model, [tokens(13)], Condition.parse(text), new_tokens=2)
+    again = detlab.run(model, [tokens(13)], Condition.parse(text), new_tokens=2, force=[[5, 5]])
     result = detlab.compare(run, again, controls=False)
     assert result.verdict == "identical" and result.first is None and result.logits_equal
-    assert result.rows_compared > 800 and result.cosine > 0.999999
+    assert result.rows_compared > 700 and result.cosine > 0.999999
     assert [n for n in result.notes if "unlaid" not in n] == ["controls were not run"]
     if name in DENSE:
         assert result.notes == ["controls were not run"]

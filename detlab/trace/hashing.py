@@ -13,7 +13,9 @@ from detlab.trace.records import TensorRecord
 #: Outputs up to this size wait, so that many of one width are hashed by one kernel.
 SMALL_BYTES = 64 << 10
 #: At most this much waits.
-PENDING_BYTES = 4 << 20
+PENDING_BYTES = 1 << 20
+#: Rows whose projections wait to be folded into digests.
+BUFFER_ROWS = 1 << 15
 
 
 class Hasher:
@@ -22,7 +24,10 @@ class Hasher:
     def __init__(self) -> None:
         self._pending: dict[tuple[torch.dtype, torch.Size], list[tuple[TensorRecord, Tensor]]] = {}
         self._pending_bytes = 0
-        self._staged: list[tuple[list[TensorRecord], int, Tensor]] = []
+        self._buffer = np.empty((BUFFER_ROWS, bits.NUM_PROJECTIONS), np.int32)
+        self._filled = 0
+        self._waiting: list[tuple[TensorRecord, int]] = []  # whose projections are in the buffer
+        self._on_device: list[tuple[TensorRecord, Tensor]] = []  # the host is not made to wait for these
 
     def add(self, record: TensorRecord, tensor: Tensor, num_rows: int, width: int) -> None:
         """Hashes a tensor's rows, now, or later where it is small; the caller flushes before anything is overwritten.
@@ -50,8 +55,31 @@ class Hasher:
             self.flush()
 
     def add_projections(self, record: TensorRecord, projections: Tensor) -> None:
-        """Takes projections that were computed already."""
-        self._staged.append(([record], projections.shape[0], projections))
+        """Takes projections that were computed already.
+
+        They are copied into one buffer and let go: many small tensors kept alive among a model's big ones would keep the
+        allocator from using their memory again.
+        """
+        num_rows = projections.shape[0]
+        if projections.device.type != "cpu":
+            self._on_device.append((record, projections))
+        elif projections.shape[1] != bits.NUM_PROJECTIONS or num_rows > BUFFER_ROWS:
+            record.digests = bits.fold(projections)
+        else:
+            if self._filled + num_rows > BUFFER_ROWS:
+                self._fold()
+            self._buffer[self._filled : self._filled + num_rows] = projections.numpy()
+            self._waiting.append((record, num_rows))
+            self._filled += num_rows
+
+    def _fold(self) -> None:
+        digests = bits.fold(torch.from_numpy(self._buffer[: self._filled]))
+        start = 0
+        for record, num_rows in self._waiting:
+            record.digests = digests[start : start + num_rows]
+            start += num_rows
+        self._waiting.clear()
+        self._filled = 0
 
     def flush(self) -> None:
         """Hashes what waits and fills in all records."""
@@ -61,20 +89,17 @@ class Hasher:
             record, tensor = entries[0]
             stacked = tensor if len(entries) == 1 else torch.stack([tensor for _, tensor in entries])
             projections = bits.project_rows(stacked.reshape(-1, record.width))
-            self._staged.append(([record for record, _ in entries], projections.shape[0] // len(entries), projections))
+            num_rows = projections.shape[0] // len(entries)
+            for index, (record, _) in enumerate(entries):
+                self.add_projections(record, projections[index * num_rows : (index + 1) * num_rows])
         self._pending.clear()
         self._pending_bytes = 0
-        widths: dict[int, list[tuple[list[TensorRecord], int, Tensor]]] = {}
-        for entry in self._staged:
-            widths.setdefault(entry[2].shape[1], []).append(entry)
-        self._staged.clear()
-        for staged in widths.values():
-            digests = bits.fold(torch.cat([projections for _, _, projections in staged]))
-            start = 0
-            for records, num_rows, _ in staged:
-                for record in records:
-                    record.digests = digests[start : start + num_rows]
-                    start += num_rows
+        if self._on_device:
+            moved, self._on_device = self._on_device, []
+            for record, projections in moved:
+                self.add_projections(record, projections.cpu())
+        if self._filled:
+            self._fold()
 
 
 _stored: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -51,10 +51,7 @@ class TensorStore(Mapping[int, Tensor]):
         if not self._waiting:
             return
         try:
-            if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="detlab-tensors-"))
-                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            shard = self._folder / f"tensors-{len(self._shards):05}.safetensors"
+            shard = self._own_folder() / f"tensors-{len(self._shards):05}.safetensors"
             save_file({str(number): tensor for number, tensor in self._waiting.items()}, shard)
         except OSError as error:
             raise TraceError(
@@ -68,6 +65,19 @@ class TensorStore(Mapping[int, Tensor]):
         """All files, everything written."""
         self.flush()
         return list(self._shards)
+
+    def moved(self) -> TensorStore:
+        """The same tensors in a temporary folder of their own, for a trace whose folder is about to go."""
+        store = TensorStore()
+        for shard in self.shards():
+            store._adopt(Path(shutil.move(shard, store._own_folder() / shard.name)))
+        return store
+
+    def _own_folder(self) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="detlab-tensors-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
 
     def _adopt(self, shard: Path) -> None:
         with safe_open(shard, framework="pt") as file:

@@ -67,7 +67,16 @@ def test_runs(models, attention, pad):
     assert result.controls == {"a_repeated": True, "b_repeated": True}
     assert result.logits_equal == (result.verdict == "identical")
     if attention == "sdpa" and result.first is not None:
-        assert 1 <= result.first.max_ulp < 1 << 40 and result.first.max_abs < 1e-5
+        first = result.first
+        assert 1 <= first.max_ulp < 1 << 40 and first.max_abs < 1e-5
+        if first.module == "model.layers.0.self_attn":  # sized over the rows that differ, and over no others
+            name = "in model.layers.0.self_attn.o_proj"
+            ours, theirs = (by_position(calls, name, pad=p) for calls, p in zip(raw, (0, pad), strict=True))
+            bad = differing(ours, theirs)
+            a, b = (torch.stack([rows[i] for i in bad]) for rows in (ours, theirs))
+            assert 0 < len(bad) < LENGTH and first.num_rows == len(bad)
+            assert first.max_abs == float((a.double() - b.double()).abs().max())
+            assert first.share == pytest.approx(float((a != b).double().mean()))
 
 
 def assert_right_answer(result, truth, raw, pads, attention):
