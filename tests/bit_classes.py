@@ -57,6 +57,26 @@ def row_class_equal(dtype: torch.dtype, k: int, n: int, m_small: int, m_large: i
     return True
 
 
+@lru_cache(maxsize=256)
+def placed_rows_equal(dtype: torch.dtype, k: int, n: int, count: int, a: tuple[int, int], b: tuple[int, int],
+                      draws: int = 3) -> bool:  # fmt: skip
+    """Whether ``count`` rows give the same bits in two products: ``a`` and ``b`` are (rows in all, place of the first).
+
+    On some machines it matters where in a product a row stands, as padding in front of it decides.
+    """
+    weight = draw(n, k, seed=k * 31 + n, dtype=dtype) / math.sqrt(k)
+    for seed in range(draws):
+        x = draw(count, k, seed=2000 + seed, dtype=dtype)
+        found = []
+        for rows, first in (a, b):
+            block = draw(rows, k, seed=3000 + seed, dtype=dtype)
+            block[first : first + count] = x
+            found.append(F.linear(block, weight)[first : first + count])
+        if not bitwise_equal(*found):
+            return False
+    return True
+
+
 @lru_cache(maxsize=64)
 def row_classes(dtype: torch.dtype, k: int, n: int, up_to: int = 24) -> tuple[tuple[int, ...], ...]:
     """Row counts grouped by the bits they give: ``((1,), (2, 3), (4, 5, ...))`` on the reference machine."""

@@ -46,16 +46,20 @@ def test_every_module_call_is_there_once(model):
     assert [m.module for m in trace.modules] == ran and len(ran) > 50
     assert [op.module for op in trace.ops] == ran and {op.op for op in trace.ops} == {MODULE}
     assert [op.call for op in trace.ops] == [0] * (len(ran) // 2) + [1] * (len(ran) // 2)
-    assert trace.unlaid == [] or "moe" in type(model).__name__.lower()
+    # Nine heads and nine tokens: a shape alone does not tell which is which.
+    lost = {op.module.rpartition(".")[2] for op in trace.unlaid}
+    expected = {"Gemma3ForCausalLM": {"q_norm"}, "Qwen3MoeForCausalLM": {"q_norm", "gate", "experts", "act_fn"}}
+    assert lost == expected.get(type(model).__name__, set())
+    assert not [op for op in trace.unlaid if op.call == 1 and op.module.endswith("q_norm")]
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
 def test_digests_are_those_of_the_ops(model):
     modules, ops = captured(model, "modules"), captured(model, "ops")
-    by_ops = {(m.call, m.module): m.output for m in ops.modules}
     num_rows = 0
-    for record in modules.modules:
-        number, other = record.output, by_ops[record.call, record.module]
+    for record, of_ops in zip(modules.modules, ops.modules, strict=True):
+        assert (record.call, record.module) == (of_ops.call, of_ops.module)
+        number, other = record.output, of_ops.output
         if number < 0 or other < 0:
             continue
         keys, digests = modules.rows(number)

@@ -174,14 +174,20 @@ class ModuleHooks:
         op.inputs = tuple((n, t, "row" if trace.tensors[t].status == "rows" else "whole") for n, t in inputs)
 
     def _output_layout(self, tensor: Tensor) -> Layout | None:
-        """The layout of a module's output by its shape: [batch or 1, tokens, features ...], as modules return them."""
-        if self.call is None or tensor.ndim < 2 or tensor.shape[1] != len(self.call.query):
+        """The layout of a module's output by its shape: [batch or 1, tokens, features ...], as modules return them.
+
+        Of four dimensions or more, heads may come before tokens; where both have one size, the shape does not tell.
+        """
+        if self.call is None or tensor.ndim < 2:
             return None
-        batch = len(self.call.prompts)
-        if tensor.shape[0] not in (1, batch):
+        tokens, batch = len(self.call.query), len(self.call.prompts)
+        axes = [axis for axis in ((1,) if tensor.ndim < 4 else (1, 2)) if tensor.shape[axis] == tokens]
+        if len(axes) != 1 or tensor.shape[0] not in (1, batch):
             return None
-        rows = (Atom("batch", range(batch)),) if tensor.shape[0] == batch else ()
-        return (rows, (Atom("token", range(tensor.shape[1])),), *lay.plain(tensor.shape[2:]))
+        layout = list(lay.plain(tensor.shape))
+        layout[0] = (Atom("batch", range(batch)),) if tensor.shape[0] == batch else ()
+        layout[axes[0]] = (Atom("token", range(tokens)),)
+        return tuple(layout)
 
 
 def _plain(value: Any) -> Any:

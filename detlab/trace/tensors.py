@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,6 +17,7 @@ from detlab.errors import TraceError
 
 #: Tensors wait in memory until so much has come together.
 SHARD_BYTES = 32 << 20
+_ALIGNMENT = 64
 
 
 class TensorStore(Mapping[int, Tensor]):
@@ -30,7 +32,8 @@ class TensorStore(Mapping[int, Tensor]):
         self._shards: list[Path] = []
         self._where: dict[int, Path] = {}
         self._waiting: dict[int, Tensor] = {}
-        self._waiting_bytes = 0
+        self._buffer: Tensor | None = None
+        self._filled = 0
         for shard in shards:
             self._adopt(shard)
 
@@ -40,10 +43,20 @@ class TensorStore(Mapping[int, Tensor]):
         Raises:
             TraceError: the disk refuses.
         """
-        copy = tensor.detach().cpu().clone().contiguous()
+        size = tensor.numel() * tensor.element_size()
+        if self._filled + size + _ALIGNMENT > SHARD_BYTES:
+            self.flush()
+        if size > SHARD_BYTES or not size:
+            copy = tensor.detach().cpu().clone().contiguous()
+        else:  # into one buffer: copies strewn among a model's tensors would keep their memory from being used again
+            if self._buffer is None:
+                self._buffer = torch.empty(SHARD_BYTES, dtype=torch.uint8)
+            place = self._buffer[self._filled : self._filled + size]
+            copy = place.view(tensor.dtype).view(tensor.shape)
+            copy.copy_(tensor.detach())
+            self._filled += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._waiting[number] = copy
-        self._waiting_bytes += copy.numel() * copy.element_size()
-        if self._waiting_bytes > SHARD_BYTES:
+        if size > SHARD_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -58,7 +71,7 @@ class TensorStore(Mapping[int, Tensor]):
                 f"cannot keep full tensors: {error}. They go to the temporary folder ({tempfile.gettempdir()}); "
                 'set TMPDIR to a larger disk, or use save="digest".'
             ) from error
-        self._waiting, self._waiting_bytes = {}, 0
+        self._waiting, self._filled = {}, 0
         self._adopt(shard)
 
     def shards(self) -> list[Path]:
@@ -88,7 +101,7 @@ class TensorStore(Mapping[int, Tensor]):
     def __getitem__(self, number: int) -> Tensor:
         """Reads one tensor."""
         if number in self._waiting:
-            return self._waiting[number]
+            return self._waiting[number].clone()
         with safe_open(self._where[number], framework="pt") as file:
             tensor: Tensor = file.get_tensor(str(number))
         return tensor

@@ -8,7 +8,7 @@ import torch
 
 import detlab
 from detlab import Condition
-from tests.bit_classes import differing, first_raw_difference, maker, module_tensors, padded_attention_rows, row_class_equal
+from tests.bit_classes import differing, first_raw_difference, maker, module_tensors, padded_attention_rows, placed_rows_equal
 from tests.bit_classes import rows_by_position as by_position
 
 LENGTH = 21
@@ -81,9 +81,8 @@ def test_runs(models, attention, pad):
 
 def assert_right_answer(result, truth, raw, pads, attention):
     assert result.rows_compared > 1500
-    linear_is_equal = all(
-        row_class_equal(torch.float32, k, n, *sorted(LENGTH + pad for pad in pads)) for k, n in SHAPES
-    )
+    places = [(LENGTH + pad, pad) for pad in pads]
+    linear_is_equal = all(placed_rows_equal(torch.float32, k, n, LENGTH, *places) for k, n in SHAPES)
     if truth is None:
         assert result.verdict == "identical" and result.first is None
         # The control: attention must part here where the probe says so.

@@ -7,7 +7,7 @@ import torch
 
 import detlab
 from detlab import Condition
-from tests.bit_classes import first_raw_difference, module_tensors, row_class_equal
+from tests.bit_classes import first_raw_difference, module_tensors, placed_rows_equal, row_class_equal
 
 SHAPES = ((576, 576), (576, 192), (576, 1536), (1536, 576), (576, 1024))
 
@@ -72,7 +72,8 @@ def test_prefill_of_24_tokens_at_any_batch_size(model, changed, batch_size):
 def test_eager_attention_with_left_padding(model, changed, padding):
     a, b = Condition(attention="eager"), Condition(attention="eager", padding_side="left", padding=padding)
     is_identical = assert_exact(model, changed, tokens(21), a, b, pads=(0, padding))
-    assert is_identical or not all(row_class_equal(torch.float32, k, n, 21, 21 + padding) for k, n in SHAPES)
+    places = (21, 0), (21 + padding, padding)
+    assert is_identical or not all(placed_rows_equal(torch.float32, k, n, 21, *places) for k, n in SHAPES)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -80,7 +81,9 @@ def test_chunks_of_16_against_one_pass(model, changed, attention):
     a, b = Condition(attention=attention), Condition(attention=attention, prefill_chunk=16)
     is_identical = assert_exact(model, changed, tokens(40), a, b)
     if attention == "sdpa":  # chunks of 16, 16 and 8 rows against 40
-        assert is_identical or not all(row_class_equal(torch.float32, k, n, m, 40) for k, n in SHAPES for m in (8, 16))
+        chunks = ((16, 0), (16, 16), (8, 32))
+        probes = [placed_rows_equal(torch.float32, k, n, m, (m, 0), (40, at)) for k, n in SHAPES for m, at in chunks]
+        assert is_identical or not all(probes)
 
 
 @pytest.mark.parametrize(
