@@ -135,17 +135,21 @@ class RowComparer:
             return None
         return bool(np.array_equal(ta.digests, tb.digests))
 
-    def inputs(self, op_a: OpRecord, op_b: OpRecord, keys: Array) -> tuple[Array, dict[str, Array | None]]:
+    def inputs(
+        self, op_a: OpRecord, op_b: OpRecord, rows: Array, which: Array
+    ) -> tuple[Array, dict[str, Array | None]]:
         """Tells for output rows whether the inputs they saw matched.
 
         Args:
             op_a, op_b: the op in both traces.
-            keys: sorted keys of output rows.
+            rows: sorted keys of all output rows.
+            which: the rows that are asked about, as indices into ``rows``.
 
         Returns:
             (matched, by_input): whether every input that both sides have is known to match, per row; and per input its own
             answer, None where it cannot be compared (rows of another form, or an input that only one side has).
         """
+        keys = rows[which]
         matched = np.ones(len(keys), bool)
         by_input: dict[str, Array | None] = {}
         of_b = {name: (number, relation) for name, number, relation in op_b.inputs}
@@ -153,14 +157,14 @@ class RowComparer:
             if name not in of_b or relation == "place":
                 by_input[name] = None
                 continue
-            answer = self._input(number_a, of_b[name][0], relation, keys)
+            answer = self._input(number_a, of_b[name][0], relation, keys, rows, which)
             by_input[name] = answer
             matched &= False if answer is None else answer
         for name in of_b:
             by_input.setdefault(name, None)
         return matched, by_input
 
-    def _input(self, a: int, b: int, relation: str, keys: Array) -> Array | None:
+    def _input(self, a: int, b: int, relation: str, keys: Array, rows: Array, which: Array) -> Array | None:
         whole = self.whole_equal(a, b)
         if whole is not None:
             return np.full(len(keys), whole)
@@ -169,7 +173,8 @@ class RowComparer:
             return None
         in_keys, equal = found
         if relation == "row":
-            return _same_row(in_keys, equal, keys)
+            # Tensors of one layout share their array of keys: row i saw row i.
+            return equal[which] if in_keys is rows else _same_row(in_keys, equal, keys)
         # Context: every row of the same prompt up to the row's own position must match.
         prompt, position = split_keys(keys)
         in_prompt, in_position = split_keys(in_keys)
@@ -301,7 +306,7 @@ def _compare_op(result: TraceComparison, comparer: RowComparer, pair: CallPair, 
     named: dict[str, str] = {}
     if not equal.all():
         bad = np.flatnonzero(~equal)
-        matched, by_input = comparer.inputs(op_a, op_b, keys[bad])
+        matched, by_input = comparer.inputs(op_a, op_b, keys, bad)
         state[bad] = np.where(matched, ORIGIN, CARRIER)
         # Describe the row that matters most: the first origin row where there is one.
         at = int(np.flatnonzero(matched)[0]) if matched.any() else 0
