@@ -194,7 +194,7 @@ def _demo(options: argparse.Namespace) -> int:
     prompts = load_prompts(_own_prompts())[:6]
     alone, together = Condition(), Condition(batch_size=6, padding_side="left")
     print(f"{options.model} in bfloat16 answers {len(prompts)} prompts: each alone, then all in one left-padded batch.")
-    result = _run_investigation(options.model, "bfloat16", prompts, [alone, together], 8)
+    result = _run_investigation(options.model, "bfloat16", prompts, [alone, together], 6)
     print(result)
     for flip in result.comparison.token_flips:
         for run in (result.a, result.b):

@@ -322,6 +322,7 @@ def _in_fresh_process(model: nn.Module, inputs: list[list[int]], condition: Cond
             made.trace.saved = made.trace.saved.moved()
         if keep is not None:
             kept = load_file(folder / "kept.safetensors")
+            keep.is_full = bool(kept.pop("is_full"))
             for name in sorted({name.partition(".")[0] for name in kept}, key=int):
                 keep.kept[int(name)] = (kept[f"{name}.keys"].numpy(), kept[f"{name}.values"])
     made.condition, made.seconds = condition, time.perf_counter() - started

@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
     )  # fmt: skip
     made.save(folder / "run")
     if keep is not None:
-        flat: dict[str, Tensor] = {}
+        flat: dict[str, Tensor] = {"is_full": torch.tensor(keep.is_full)}
         for op, (keys, values) in keep.kept.items():
             flat[f"{op}.keys"], flat[f"{op}.values"] = torch.from_numpy(keys.copy()), values.contiguous()
         save_file(flat, folder / "kept.safetensors")

@@ -519,6 +519,28 @@ def test_a_call_that_fails_is_followed_by_one_that_is_laid(models):
             assert np.array_equal(trace.rows(a)[1], alone.rows(b)[1])
 
 
+def test_the_garbage_collector_is_as_before(models):
+    model = models("tiny-llama")
+    assert gc.get_freeze_count() == 0 and gc.isenabled()
+    with torch.no_grad(), detlab.capture(model):
+        model(batch_of([3])[0])
+    with pytest.raises(Stop), detlab.capture(model):
+        raise Stop
+    assert gc.get_freeze_count() == 0 and gc.isenabled()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with detlab.capture(model):
+            pass
+        assert gc.get_freeze_count() == frozen  # the caller's choice
+    finally:
+        gc.unfreeze()
+
+
+class Stop(Exception):
+    pass
+
+
 def test_nested_captures_are_refused(models):
     model = models("tiny-llama")
     before = hooks_of(model)

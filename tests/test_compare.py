@@ -180,6 +180,33 @@ def test_sizes_are_those_of_the_tensors(pair):
     assert len(keys) == len(max_abs) == len(max_ulp) and max_abs.max() == result.first.max_abs
 
 
+def test_sizes_of_a_batch_against_single_prompts(model):
+    """One op of the batch meets three calls: each entry is sized by its own prompt's rows, or not at all."""
+    together, alone = Condition(batch_size=3, padding_side="left"), ALONE
+    a, b = (detlab.run(model, PROMPTS, c, new_tokens=2) for c in (together, alone))
+    result, back = detlab.compare(a, b), detlab.compare(b, a)
+    assert result.rows_compared == back.rows_compared and result.verdict == back.verdict
+    seen = []
+    for condition in (together, alone):
+        with module_tensors(model) as calls:
+            detlab.run(model, PROMPTS, condition, new_tokens=2, trace=False)
+        seen.append(calls)
+    num_sized = 0
+    for entry in [*result.origins, *result.carriers]:
+        if entry.op != "mm":
+            continue
+        if entry.prompt != result.first.prompt:
+            assert entry.max_ulp is entry.max_abs is entry.share is None
+            continue
+        pad = 12 - len(PROMPTS[entry.prompt]) if entry.call == 0 else 0
+        x = seen[0][entry.call][f"out {entry.module}"][entry.prompt, pad:]
+        y = seen[1][2 * entry.prompt + entry.call][f"out {entry.module}"][0]
+        rows = [slot for slot in range(len(x)) if not bitwise_equal(x[slot], y[slot])]
+        assert entry.num_rows == len(rows) and entry.max_ulp == max(steps_apart(x[rows], y[rows]))
+        num_sized += 1
+    assert num_sized > 10 or result.first is None
+
+
 def test_rows_of_whole_prompts_are_no_origins_where_a_token_differed():
     class Pooling(nn.Module):
         """Adds the mean over all tokens to each, as a bidirectional model would."""
@@ -339,18 +366,18 @@ def near_ties(model):
     twin = copy.deepcopy(model)
     with torch.no_grad():
         weight = twin.lm_head.weight
-        weight[1::2] = weight[::2] * (1 + 2**-22)
+        weight[1::2] = weight[::2] * (1 + 2**-23)
     return twin
 
 
 def test_natural_flips_of_near_ties(model):
     twin = near_ties(model)
-    prompts = [prompt(6, seed) for seed in range(8)]
-    a, b = (detlab.run(twin, prompts, c, new_tokens=6) for c in (ALONE, FOUR))
+    prompts = [prompt(6, seed) for seed in range(5)]
+    a, b = (detlab.run(twin, prompts, c, new_tokens=5) for c in (ALONE, FOUR))
     result = detlab.compare(a, b)
     expected = []
     for index, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)):
-        at = next((i for i in range(6) if x[i] != y[i]), None)
+        at = next((i for i in range(5) if x[i] != y[i]), None)
         if at is not None:
             expected.append((index, at, x[at], y[at]))
     assert [(f.prompt, f.step, f.a_token, f.b_token) for f in result.token_flips] == expected
@@ -361,7 +388,7 @@ def test_natural_flips_of_near_ties(model):
     assert result.verdict == "diverged" and result.first.inputs_matched
     if expected:  # the comparison went on past the flip: rows of the last step were compared
         steps = {result.trace.calls[result.trace.ops[f.a].call].step for f in result.detail.ops}
-        assert steps == set(range(6))
+        assert steps == set(range(5))
     assert result.rows_compared == detlab.compare(a, a).rows_compared
 
 
@@ -479,6 +506,26 @@ def test_unlaid_ops_are_compared_as_a_whole_where_the_calls_are_one():
     assert "parameter after differs between a and b" in result.notes
     # Of calls with other mates the whole tensors differ in any case, which says nothing.
     assert not any("differ as a whole" in note for note in detlab.compare(traces[0], traces[3]).notes)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="at the module level weights, and inputs that no module returned, are not among a module's inputs: modules whose "
+    "weights or inputs differ are called origins with matching inputs",
+)
+def test_module_level_origins_have_matching_inputs(model):
+    changed = copy.deepcopy(model)
+    name = "model.layers.1.post_attention_layernorm"
+    with torch.no_grad():
+        changed.get_parameter(f"{name}.weight")[40] += 2**-20
+    traces = []
+    for served in (model, changed):
+        with torch.no_grad(), detlab.capture(served, level="modules") as trace:
+            served(torch.tensor([PROMPTS[0]]))
+        traces.append(trace)
+    result = detlab.compare(*traces)
+    assert result.verdict == "diverged" and result.first.module == name
+    assert result.origins == []  # one weight differs, and everything after it carries that on
 
 
 # -------------------------------------------------------------------------------------------------------------- output

@@ -17,6 +17,7 @@ import detlab
 from detlab import Condition, process
 from detlab.errors import CaptureError, DetlabError, MachineError, UsageError
 from detlab.process import receive_model, send_model
+from detlab.trace.keep import RowKeeper
 from tests.bit_classes import bitwise_equal
 
 FAMILIES = ("tiny-llama", "tiny-gpt2", "tiny-qwen3", "tiny-gemma3", "tiny-qwen3-moe", "tiny-mixtral")
@@ -71,6 +72,14 @@ def test_the_own_instruction_set_gives_the_bits_of_this_process(model, folder):
     assert left_in(folder, "detlab-run-") == [] and len(left_in(folder, "detlab-model-")) == 1
     result = detlab.compare(here, there, controls=False)
     assert result.verdict == "identical" and result.rows_compared > 1000
+    # Rows kept in the child come back as they would be kept here, and so does the word that memory ran out.
+    ops = {op.index for op in here.trace.ops if not op.is_view}
+    ours, theirs = (RowKeeper(ops, [1], budget=200_000) for _ in "ab")
+    here.replay(keep=ours)
+    there.replay(keep=theirs)
+    assert ours.is_full and theirs.is_full and len(ours.kept) > 20 and ours.kept.keys() == theirs.kept.keys()
+    for index, (keys, values) in ours.kept.items():
+        assert np.array_equal(keys, theirs.kept[index][0]) and bitwise_equal(values, theirs.kept[index][1])
 
 
 def ordered(tensor):
@@ -239,7 +248,8 @@ def test_a_model_that_arrives_changed_is_not_run(model, folder):
     with pytest.raises(MachineError) as caught:
         receive_model(file.parent)
     name = str(caught.value).removeprefix("the model arrived changed in the fresh process: ").partition(";")[0]
-    assert name in {**dict(sent.named_parameters()), **dict(sent.named_buffers())} and str(caught.value).endswith("; the run was not made.")
+    assert name in {*dict(sent.named_parameters()), *dict(sent.named_buffers())}
+    assert str(caught.value).endswith("; the run was not made.")
 
 
 # ------------------------------------------------------------------------------------------------- what it refuses

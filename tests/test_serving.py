@@ -39,6 +39,8 @@ def test_a_static_cache_gives_the_tokens_of_a_dynamic_one(name):
         for cache in ("dynamic", "static")
     )
     assert static.tokens == dynamic.tokens
+    writes = [{op.op for op in r.trace.ops if op.op.startswith("index_copy")} for r in (dynamic, static)]
+    assert writes == [set(), {"index_copy_"}]  # keys and values went into buffers of the final length
     for a, b in zip(dynamic.logits, static.logits, strict=True):
         assert float((a - b).abs().max()) < 1e-4
     again = detlab.run(model, prompts, Condition(cache="static", batch_size=2, padding_side="left"), new_tokens=4)

@@ -316,7 +316,7 @@ def _repeat(result: Comparison, a: Run, b: Run, detail: TraceComparison, control
     sizes = size_differences(detail, keep_a, keep_b)
     result.sizes = sizes.rows
     for entry in [*result.origins, *result.carriers]:
-        if entry.op_index in sizes.largest:
+        if entry.op_index in sizes.largest and entry.prompt in prompts:
             entry.max_abs, entry.max_ulp, entry.share = sizes.largest[entry.op_index]
     if keep_a.is_full or keep_b.is_full:
         result.notes.append("differences were sized until the memory set aside for it was full")

@@ -29,8 +29,9 @@ class Divergence:
         prompt, position: the first row that differs; position -1 where the tensor has one row for the whole prompt.
         inputs: every input of the op: "matched", "differs", or "unknown" (only one side has it, or other shapes).
         num_rows: rows of this op that differ in this call.
-        max_ulp, max_abs, share: size of the difference over those rows: largest ULP distance, largest absolute difference,
-            share of elements that differ; None where tensors were not at hand.
+        max_ulp, max_abs, share: size of the difference over those rows, as far as they belong to the prompt of the comparison's
+            first divergence: largest ULP distance, largest absolute difference, share of elements that differ; None where
+            tensors were not at hand or the row is another prompt's.
         source: for a carrier, the first differing input's producer: module, op and call; "" for an origin.
     """
 
