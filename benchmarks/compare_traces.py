@@ -39,7 +39,8 @@ def main(num_prompts: int, new_tokens: int) -> None:
     assert a.trace is not None
     row = {
         "ops": len(a.trace.ops), "digests": a.trace.num_digests, "rows_compared": result.rows_compared,
-        "verdict": result.verdict, "compare_s": seconds, "load_s": loading, "trace_mb": sizes["trace.safetensors"] / 1e6, "files": sizes,
+        "verdict": result.verdict, "compare_s": seconds, "load_s": loading,
+        "trace_mb": sizes["trace.safetensors"] / 1e6, "files": sizes,
     }  # fmt: skip
     print(f"{num_prompts} prompts x {new_tokens} tokens: {row['ops']:,} ops, {row['digests']:,} row digests in a")
     print(f"compared {row['rows_compared']:,} rows in {seconds:.1f} s of CPU time: {result.verdict}")
