@@ -508,11 +508,6 @@ def test_unlaid_ops_are_compared_as_a_whole_where_the_calls_are_one():
     assert not any("differ as a whole" in note for note in detlab.compare(traces[0], traces[3]).notes)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="at the module level weights, and inputs that no module returned, are not among a module's inputs: modules whose "
-    "weights or inputs differ are called origins with matching inputs",
-)
 def test_module_level_origins_have_matching_inputs(model):
     changed = copy.deepcopy(model)
     name = "model.layers.1.post_attention_layernorm"

@@ -47,7 +47,7 @@ def test_the_region_is_one_op_that_ran_for_real(model, runs):
     for op in regions:
         record = compiled.trace.tensors[op.outputs[0]]
         assert record.status == "rows" and record.width == 576
-        assert [(name, relation) for name, _, relation in op.inputs] == [("0", "row")]
+        assert [(name, relation) for name, _, relation in op.inputs] == [("0", "row"), ("weight", "whole")]
     assert not any("forward" in vars(module) for module in model.modules())
 
 

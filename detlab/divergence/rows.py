@@ -276,7 +276,10 @@ def _as_region(trace: Trace, call: int, module: str) -> OpRecord:
     """A module's call as one op, to be held against the compiled region that the other run made of it."""
     for record in trace.modules:
         if record.call == call and record.module == module and record.output >= 0:
-            inputs = tuple((n, t, "row" if trace.tensors[t].status == "rows" else "whole") for n, t in record.inputs)
+            given = [(n, t, "row" if trace.tensors[t].status == "rows" else "whole") for n, t in record.inputs]
+            read = {t for op in trace.ops[record.first_op : record.end_op] for _, t, _ in op.inputs}
+            stored = [trace.tensors[t] for t in sorted(read) if trace.tensors[t].kind == "parameter"]
+            inputs = (*given, *((t.name.removeprefix(f"{module}."), t.number, "whole") for t in stored))
             return OpRecord(trace.tensors[record.output].op, call, module, REGION, 0, inputs, (record.output,))
     return OpRecord(-1, call, module, REGION, 0, (), ())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,16 @@ from detlab.trace.records import MODULE, REGION, Call, ModuleRecord, OpRecord, T
 
 #: Called for each tensor computed: its op, record, value, layout and call.
 Observer = Callable[[OpRecord, TensorRecord, Tensor, Layout | None, Call | None], None]
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A module that is running: its name, the first op in it, what it was called with, what its children returned."""
+
+    name: str
+    first: int
+    inputs: tuple[tuple[str, int], ...]
+    children: list[tuple[str, int]] = field(default_factory=list)
 
 
 class ModuleHooks:
@@ -36,13 +47,13 @@ class ModuleHooks:
         self.region: str | None = None
         self.occurrence: dict[tuple[str, str], int] = {}
         self._outputs: dict[torch.Size, Output] = {}  # of the present call, by shape
-        self._stack: list[tuple[str, int, tuple[tuple[str, int], ...]]] = []
+        self._stack: list[_Frame] = []
         self._handles: list[Any] = []
 
     @property
     def module(self) -> str:
         """Name of the innermost module that is running; "(outside)" between calls."""
-        return self._stack[-1][0] if self._stack else "(outside)"
+        return self._stack[-1].name if self._stack else "(outside)"
 
     def attach(self) -> None:
         """Hooks every module."""
@@ -70,20 +81,27 @@ class ModuleHooks:
                     self._relabel(kwargs, self.call)
                 if isinstance(module, nn.Embedding) and args:  # looked up with one index a token: positions, types
                     self._relabel({"position_ids": args[0]}, self.call)
-            self._stack.append((name, len(self.live.trace.ops), self._arguments(args, kwargs)))
+            self._stack.append(_Frame(name, len(self.live.trace.ops), self._arguments(args, kwargs, is_region)))
             if is_region:
                 self.region = name
 
         return hook
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, int], ...]:
-        """The known tensors that a module is called with: (name, record)."""
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_region: bool) -> tuple[tuple[str, int], ...]:
+        """The tensors that a module is called with: (name, record).
+
+        Where ops are not recorded, one that no module returned is an input whose rows are hashed here.
+        """
         found = []
         for name, value in (*enumerate(args), *kwargs.items()):
             if isinstance(value, Tensor):
                 known = self.live.known.get(id(value))
-                if known is not None and known.ref() is value:
+                if known is not None and self.live.is_current(known, value):
                     found.append((str(name), known.root))
+                elif (self.records_outputs or is_region) and self.call is not None:
+                    with self.live.pause():
+                        entered = self.live.enter("input", str(name), value, self._output_layout(value))
+                    found.append((str(name), entered.root))
         return tuple(found)
 
     def _relabel(self, kwargs: dict[str, Any], call: Call) -> None:
@@ -118,24 +136,27 @@ class ModuleHooks:
                 if is_cache and known is not None and live.is_current(known, tensor) and lay.has_rows(known.layout):
                     continue
                 live.enter("cache" if is_cache else "input", name, tensor, layout)
-        self._stack.append(("", len(live.trace.ops), ()))
+        self._stack.append(_Frame("", len(live.trace.ops), ()))
 
     def _after(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not self._stack or (self.region is not None and self.region != name):
                 return
-            _, first, inputs = self._stack.pop()
+            frame = self._stack.pop()
             live = self.live
             if self.region == name or self.records_outputs:
                 kind = REGION if self.region == name else MODULE
                 self.region = None
                 with live.pause():
-                    self._record_whole(name, kind, inputs, tensors_in(_plain(output)))
+                    self._record_whole(module, kind, frame, tensors_in(_plain(output)))
             tensor = next(iter(tensors_in(_plain(output))), None)
             known = live.known.get(id(tensor)) if tensor is not None else None
             root = known.root if known is not None else -1
             calls, ops = len(live.trace.calls), len(live.trace.ops)
-            live.trace.modules.append(ModuleRecord(calls - 1, name, type(module).__name__, first, ops, root, inputs))
+            class_name = type(module).__name__
+            live.trace.modules.append(ModuleRecord(calls - 1, name, class_name, frame.first, ops, root, frame.inputs))
+            if self._stack:
+                self._stack[-1].children.append((name, root))
             if module is self.model:
                 with live.pause():
                     live.hasher.flush()
@@ -147,9 +168,13 @@ class ModuleHooks:
 
         return hook
 
-    def _record_whole(self, name: str, kind: str, inputs: tuple[tuple[str, int], ...], outputs: list[Tensor]) -> None:
-        """Records a module's call as one op: a compiled region, or every module where ops are not recorded."""
-        trace = self.live.trace
+    def _record_whole(self, module: nn.Module, kind: str, frame: _Frame, outputs: list[Tensor]) -> None:
+        """Records a module's call as one op: a compiled region, or every module where ops are not recorded.
+
+        Its inputs are its arguments, its own parameters, and what its children returned; of a module with children every
+        row up to an output's own counts, since attention is among them.
+        """
+        trace, name = self.live.trace, frame.name
         occurrence = self.occurrence.get((name, kind), 0)
         self.occurrence[name, kind] = occurrence + 1
         op = OpRecord(len(trace.ops), len(trace.calls) - 1, name, kind, occurrence, (), (), False, False)
@@ -171,7 +196,11 @@ class ModuleHooks:
             if self.observer is not None:
                 self.observer(op, record, tensor, out.layout, self.call)
         op.outputs = tuple(numbers)
-        op.inputs = tuple((n, t, "row" if trace.tensors[t].status == "rows" else "whole") for n, t in inputs)
+        relation = "context" if frame.children else "row"
+        stored = module.named_parameters(recurse=kind == REGION)
+        inputs = [*frame.inputs, *((n, t) for n, t in frame.children if t >= 0)]
+        op.inputs = tuple((n, t, relation if trace.tensors[t].status == "rows" else "whole") for n, t in inputs)
+        op.inputs += tuple((n, self.live.resolve(parameter).root, "whole") for n, parameter in stored)
 
     def _output_layout(self, tensor: Tensor) -> Layout | None:
         """The layout of a module's output by its shape: [batch or 1, tokens, features ...], as modules return them.
