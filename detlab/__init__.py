@@ -1,4 +1,4 @@
-"""detlab finds where, and why, two runs of a language model stop being bit-identical.
+"""detlab finds where two runs of a language model stop being bit-identical.
 
 >>> import detlab
 >>> sorted(detlab.__all__)[:3]

@@ -257,7 +257,7 @@ def project_named_columns(grid: Tensor, column_ids: Tensor, visible: Tensor) -> 
         return low * 3 + project_named_columns(halves[..., 1], column_ids, visible) * 5
     bits = bits.to(torch.int32)
     odd_row, salt_row = _word_coefficients(width, grid.device)
-    odd_column, salt_column = _word_coefficients(int(column_ids.max()) + 2, grid.device)
+    odd_column, salt_column = _word_coefficients(max(0, int(column_ids.max())) + 2, grid.device)
     ids = torch.where(visible, column_ids, 0) + 1  # + 1: rows and columns must not share multipliers
     odd = torch.where(visible, odd_column[ids], 0)
     salt = torch.where(visible, salt_column[ids], 0)

@@ -103,6 +103,9 @@ def _positive(text: str) -> int:
     return value
 
 
+_count.__name__ = _positive.__name__ = "number"  # argparse names them in its messages
+
+
 class _ProgressLine:
     """Reports on stderr what takes longer than two seconds."""
 
@@ -130,6 +133,18 @@ class _ProgressLine:
             self.is_open = False
 
 
+def _print(result: Any, as_json: bool) -> None:
+    """Prints a result; a reader that went away (``| head``) changes neither the exit code nor what is still to be saved."""
+    try:
+        if as_json:
+            print(json.dumps(result.to_json(), ensure_ascii=False), flush=True)
+        else:  # a prompt's name must not speak to the terminal
+            text = "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in str(result))
+            print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _own_prompts() -> Path:
     path = _ROOT / "data" / "prompts" / "assistant.jsonl"
     if not path.is_file():
@@ -146,7 +161,7 @@ def _investigate(options: argparse.Namespace) -> int:
     prompts = load_prompts(options.prompts or _own_prompts())[: options.limit]
     result = _run_investigation(options.model, options.dtype, prompts, conditions, options.new_tokens)
     # Printed first: a file that cannot be written must not cost the result.
-    print(json.dumps(result.to_json(), ensure_ascii=False) if options.json else result, flush=True)
+    _print(result, options.json)
     if options.save:
         result.a.save(Path(options.save) / "a")
         result.b.save(Path(options.save) / "b")
@@ -174,7 +189,7 @@ def _compare(options: argparse.Namespace) -> int:
     from detlab.runner import load_trace
 
     result = compare(load_trace(options.a), load_trace(options.b))
-    print(json.dumps(result.to_json(), ensure_ascii=False) if options.json else result)
+    _print(result, options.json)
     return HOLDS if result.verdict == "identical" else DOES_NOT
 
 

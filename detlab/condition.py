@@ -88,14 +88,16 @@ class Condition:
             value = getattr(self, name)
             if name in _OPTIONAL and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least or value >= 1 << 63:
                 raise ConditionError(f"{name}={value!r} is not possible; give a whole number of at least {least}.")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConditionError(f"{name}={getattr(self, name)!r} is not possible; give True or False.")
         number = not isinstance(self.temperature, bool) and isinstance(self.temperature, (int, float))
-        if not number or not 0 <= self.temperature < 1e6:
+        if not number or not (self.temperature == 0 or 1e-3 <= self.temperature < 1e6):
             raise ConditionError(f"temperature={self.temperature!r} is not possible; give 0 (greedy) or a number above it.")
+        if self.threads is not None and self.threads > 1024:
+            raise ConditionError(f"threads={self.threads!r} is not possible; give at most 1024.")
         for name in ("compile", "device"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):

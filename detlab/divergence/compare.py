@@ -20,7 +20,7 @@ from detlab.divergence.result import (
 )
 from detlab.divergence.rows import TraceComparison, compare_traces, first_difference
 from detlab.errors import ControlError, TraceError, TraceMismatch, UsageError
-from detlab.trace.records import TensorRecord, Trace
+from detlab.trace.records import TensorRecord, Trace, split_keys
 
 if TYPE_CHECKING:
     from detlab.runner import Progress, Run
@@ -99,6 +99,8 @@ def _compare_runs(a: Run, b: Run, controls: bool, measure: bool, progress: Progr
     flips = token_flips(a, b)
     forced = b
     notes: list[str] = []
+    if a.num_steps != b.num_steps:
+        notes.append(f"a has {a.num_steps} steps and b has {b.num_steps}: only what both computed is compared")
     limits: dict[int, int] | None = None
     parted = _parted(a, b)
     if parted and b.is_live:
@@ -120,7 +122,10 @@ def _compare_runs(a: Run, b: Run, controls: bool, measure: bool, progress: Progr
     result.cosine, result.logits_equal = _logits(a, forced, limits)
     if result.verdict == IDENTICAL_VERDICT and result.logits_equal is False:
         result.verdict = DIVERGED
-        notes.append("logits differ although no aligned row does: the difference arises in an op that could not be laid out")
+        notes.append(
+            "logits differ although no aligned row does: the difference arises in an op that is unlaid, or that ran in one "
+            "of the runs only"
+        )
     if flips and result.verdict == IDENTICAL_VERDICT:
         result.verdict = DIVERGED
         notes.append("tokens differ although the logits are bitwise equal: the random draws differ, not the arithmetic")
@@ -141,6 +146,12 @@ def _check_same_question(a: Run, b: Run) -> None:
                 f"the runs answer different prompts: prompt {i} ({a.prompt_ids[i]!r} against {b.prompt_ids[i]!r}) differs "
                 f"from token {at} on. Compare runs of the same prompts, in the same order."
             )
+    vocabularies = {run.logits[0].shape[-1] for run in (a, b) if run.logits}
+    if len(vocabularies) > 1:
+        raise TraceMismatch(
+            f"the runs are of models with different vocabularies: {a.logits[0].shape[-1]} against {b.logits[0].shape[-1]} "
+            "logits. Compare runs of one model, or of copies of it."
+        )
 
 
 def token_flips(a: Run, b: Run) -> list[TokenFlip]:
@@ -175,7 +186,10 @@ def _judge(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -
     verdict = IDENTICAL_VERDICT if first is None else DIVERGED
     if first is not None and first.kind == "carrier" and _other_path(a, b, detail, first):
         verdict = CONTROL_FLOW
-    if first is None and detail.unlaid_differ:
+    changed = _changed_output(a, b, detail, prompt_ids) if first is None else None
+    if changed is not None:
+        entries, first, verdict = [changed], changed, CONTROL_FLOW
+    elif first is None and detail.unlaid_differ:
         verdict = DIVERGED
     elif first is None and detail.rows_compared == 0 and (a.calls or b.calls):
         verdict = CONTROL_FLOW
@@ -200,6 +214,22 @@ def _judge(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -
         detail=detail,
         trace=a,
     )
+
+
+def _changed_output(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -> Divergence | None:
+    """The first module whose output differs although no aligned op's does: an op of one run only changed it."""
+    if not detail.outputs:
+        return None
+    found = min(detail.outputs, key=lambda d: d.a)
+    op_a, op_b = a.ops[found.a], b.ops[found.b]
+    prompt, position = split_keys(found.keys[:1])
+    where = int(prompt[0])
+    return Divergence(
+        kind="carrier", module=found.module, op="(output)", occurrence=0, call=a.calls[op_a.call].step, prompt=where,
+        prompt_id=prompt_ids[where] if where < len(prompt_ids) else str(where), position=max(-1, int(position[0])),
+        inputs={"output": "differs"}, num_rows=len(found.keys),
+        source=f"{op_a.module} · {op_a.op} in a, {op_b.module} · {op_b.op} in b", op_index=found.a,
+    )  # fmt: skip
 
 
 def _activations(trace: Trace) -> set[int]:

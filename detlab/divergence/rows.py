@@ -36,6 +36,22 @@ class OpComparison:
         return bool((self.state > IDENTICAL).any())
 
 
+@dataclass(frozen=True)
+class ModuleDifference:
+    """A module whose output rows differ, made by ops that are not aligned with each other.
+
+    Attributes:
+        module: its name.
+        a, b: the ops that made the outputs.
+        keys: the rows that differ.
+    """
+
+    module: str
+    a: int
+    b: int
+    keys: Array
+
+
 @dataclass
 class TraceComparison:
     """All ops that two traces have in common, and what they do not.
@@ -47,6 +63,7 @@ class TraceComparison:
         unlaid_differ: ops of a whose output could not be laid out and differs as a whole, in calls given the same tokens.
         rows_compared: row digests compared.
         aligned: op index of a -> op index of b, for computing ops.
+        outputs: modules whose outputs differ and were made by ops that do not correspond (a hook that changes them, say).
     """
 
     ops: list[OpComparison] = field(default_factory=list)
@@ -56,6 +73,7 @@ class TraceComparison:
     unlaid_differ: list[int] = field(default_factory=list)
     rows_compared: int = 0
     aligned: dict[int, int] = field(default_factory=dict)
+    outputs: list[ModuleDifference] = field(default_factory=list)
 
 
 class RowComparer:
@@ -226,6 +244,7 @@ def compare_traces(a: Trace, b: Trace, limits: dict[int, int] | None = None) -> 
     seen_a: set[int] = set()
     seen_b: set[int] = set()
     pairs = pair_calls(a, b, limits)
+    outputs_a, outputs_b = _outputs_by_call(a), _outputs_by_call(b)
     for pair in pairs:
         list_a, list_b = ops_a.get(pair.a, []), ops_b.get(pair.b, [])
         alignment = aligner(_program(a, list_a), _program(b, list_b))
@@ -242,6 +261,7 @@ def compare_traces(a: Trace, b: Trace, limits: dict[int, int] | None = None) -> 
             _compare_op(result, comparer, pair, region, _as_region(b, pair.b, region.module))
         for region in [list_b[j] for j in alignment.only_b if list_b[j].op == REGION]:
             _compare_op(result, comparer, pair, _as_region(a, pair.a, region.module), region)
+        _compare_outputs(result, comparer, pair, outputs_a.get(pair.a, {}), outputs_b.get(pair.b, {}))
     result.ops.sort(key=lambda op: op.a)
     return result
 
@@ -252,6 +272,38 @@ def _computing(trace: Trace) -> dict[int, list[OpRecord]]:
         if not op.is_view and op.call >= 0 and op.module != "(outside)":
             calls.setdefault(op.call, []).append(op)
     return calls
+
+
+def _outputs_by_call(trace: Trace) -> dict[int, dict[tuple[str, int], int]]:
+    """Call -> (module, how often it was called before) -> the tensor it returned."""
+    calls: dict[int, dict[tuple[str, int], int]] = {}
+    for record in trace.modules:
+        if record.output >= 0 and trace.tensors[record.output].op >= 0:
+            seen = calls.setdefault(record.call, {})
+            occurrence = 0
+            while (record.module, occurrence) in seen:
+                occurrence += 1
+            seen[record.module, occurrence] = record.output
+    return calls
+
+
+def _compare_outputs(result: TraceComparison, comparer: RowComparer, pair: CallPair,
+                     of_a: dict[tuple[str, int], int], of_b: dict[tuple[str, int], int]) -> None:  # fmt: skip
+    """Compares what modules returned, where the ops that made it do not correspond: no op's own comparison shows that."""
+    for name, output in of_a.items():
+        other = of_b.get(name)
+        if other is None:
+            continue
+        made_a, made_b = comparer.a.tensors[output].op, comparer.b.tensors[other].op
+        if result.aligned.get(made_a) == made_b:
+            continue
+        found = comparer.compare(output, other)
+        if found is None:
+            continue
+        chosen, keys = comparer.chosen(found[0], pair)
+        parted = keys[~found[1][chosen]]
+        if len(parted):
+            result.outputs.append(ModuleDifference(name[0], made_a, made_b, parted))
 
 
 def _program(trace: Trace, ops: list[OpRecord]) -> tuple[tuple[str, str], ...]:
