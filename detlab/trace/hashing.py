@@ -12,8 +12,8 @@ from detlab.trace.records import TensorRecord
 
 #: Outputs up to this size wait, so that many of one width are hashed by one kernel.
 SMALL_BYTES = 64 << 10
-#: At most this much waits.
-PENDING_BYTES = 1 << 20
+#: At most this much waits: small tensors kept alive among big ones would pin the memory between them.
+PENDING_BYTES = 256 << 10
 #: Rows whose projections wait to be folded into digests.
 BUFFER_ROWS = 1 << 15
 
