@@ -151,6 +151,9 @@ class ModuleHooks:
                     self._record_whole(module, kind, frame, tensors_in(_plain(output)))
             tensor = next(iter(tensors_in(_plain(output))), None)
             known = live.known.get(id(tensor)) if tensor is not None else None
+            if tensor is not None and known is not None and not live.is_current(known, tensor):
+                with live.pause():  # written to since an op made it: what is returned is something else
+                    known = live.resolve(tensor)
             root = known.root if known is not None else -1
             calls, ops = len(live.trace.calls), len(live.trace.ops)
             class_name = type(module).__name__

@@ -104,7 +104,9 @@ class LiveTensors:
                 return known
             # Written to through another view, or behind the dispatcher: its rows are new inputs.
             name = self.trace.tensors[known.root].name or "tensor"
-            return self.enter("constant", f"{name} (changed in place)", tensor, known.layout)
+            changed = self.enter("constant", f"{name} (changed in place)", tensor, known.layout)
+            self.trace.tensors[changed.root].op = len(self.trace.ops) - 1  # the last op that could have written it
+            return changed
         kind, name = self.named.get(id(tensor), ("constant", ""))
         return self.enter(kind, name, tensor, lay.plain(tensor.shape))
 

@@ -253,8 +253,8 @@ class Trace:
 
     def producer(self, number: int) -> OpRecord | None:
         """The op that computed a tensor, or None where it entered from outside."""
-        at = self.tensors[number].op
-        return self.ops[at] if at >= 0 else None
+        record = self.tensors[number]
+        return self.ops[record.op] if record.kind == "op" and record.op >= 0 else None
 
     @property
     def num_digests(self) -> int:
