@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -373,11 +372,6 @@ def _why(a: TensorRecord, b: TensorRecord) -> str:
     if a.dtype != b.dtype:
         return f"{a.dtype} against {b.dtype}"
     return f"rows of {a.width} against {b.width} elements"
-
-
-def differing(result: TraceComparison) -> Iterator[OpComparison]:
-    """The ops with at least one differing row, in order."""
-    return (op for op in result.ops if op.differs)
 
 
 def first_difference(a: Trace, b: Trace) -> tuple[OpRecord, OpRecord] | None:

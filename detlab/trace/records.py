@@ -6,7 +6,6 @@ padded or chunked tensor it was computed in. Padding and batch mates have no nam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -246,10 +245,6 @@ class Trace:
             return keys[order], np.concatenate([part[1] for part in parts])[order]
         keys, at = self.calls[max(0, record.call)].keys(record.batch, record.slots, record.pairs)
         return keys, record.digests[at]
-
-    def ops_of(self, call: int) -> Iterator[OpRecord]:
-        """The ops of one call, in order."""
-        return (op for op in self.ops if op.call == call)
 
     def producer(self, number: int) -> OpRecord | None:
         """The op that computed a tensor, or None where it entered from outside."""
