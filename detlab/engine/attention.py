@@ -1,0 +1,350 @@
+"""Attention whose rows depend on their own tokens alone: torch's flash kernel, called in canonical shapes.
+
+A query's bits follow the number of query rows, the number of keys, the slot at which each key sits, and how the work is
+cut among threads. So keys sit at slot = token position (`cache`), their number is rounded up to one that was measured to
+give the bits of whole blocks, and query rows to a multiple of a granule; what is rounded up is masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from detlab import bits
+from detlab.engine.cache import BLOCK, CanonicalLayer, Pending
+from detlab.engine.canonical import draw, ledger, name_of, one_thread
+from detlab.engine.step import Step
+from detlab.errors import MachineError, UsageError
+
+__all__ = ["AttentionRule", "attention_rule", "canonical_attention", "reference_attention"]
+
+_STEP = 16  # key counts are measured at multiples of this
+_FOLD = 64  # query rows up to which the heads of a group are folded into rows of one head
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How the flash kernel must be called so that a query row's bits depend on its own tokens alone.
+
+    Attributes:
+        granule: query rows are padded to a multiple of it.
+        most: more query rows are computed in pieces of this many.
+        tails: key counts, modulo the block of 512, that give the bits of a whole block; 512 is always among them.
+        is_threaded: the bits are those of one thread at the number of threads it was measured for.
+    """
+
+    granule: int
+    most: int
+    tails: tuple[int, ...]
+    is_threaded: bool
+
+    def keys(self, count: int) -> int:
+        """The canonical number of keys that holds so many."""
+        blocks, tail = divmod(count, BLOCK)
+        return count if not tail else blocks * BLOCK + next(t for t in self.tails if t >= tail)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """The flash kernel of torch: [batch, heads, rows, size]; fewer KV heads than query heads are shared among them."""
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        result: Tensor = flash(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)[0]
+        return result
+    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=True)
+
+
+def flash_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, granule: int) -> Tensor:
+    """Attention of any number of query rows, padded to the granule.
+
+    A single head of a single row of the batch would be one piece of work: the kernel would not go parallel over pieces,
+    but its matrix products would over their own rows, with other bits. So it is cut in two heads.
+
+    Args:
+        q: [batch, heads, rows, size].
+        k, v: [batch, KV heads, keys, size].
+        mask: additive, [batch or 1, 1, rows or 1, keys].
+        scale: of the scores; None for 1 / sqrt(size).
+        granule: query rows are padded to a multiple of it (of two, where the head is cut).
+
+    Returns:
+        [batch, heads, rows, size].
+    """
+    batch, heads, rows, size = q.shape
+    is_single = batch * heads == 1 and rows <= 32
+    spare = -rows % (2 * granule if is_single else granule)
+    if spare:
+        q = F.pad(q, (0, 0, 0, spare))
+        if mask.shape[2] > 1:
+            mask = F.pad(mask, (0, 0, 0, spare))
+    if is_single:
+        half = (rows + spare) // 2
+        if mask.shape[2] > 1:
+            mask = mask.reshape(1, 2, half, mask.shape[3])
+        return _flash(q.reshape(1, 2, half, size), k, v, mask, scale).reshape(1, 1, rows + spare, -1)[:, :, :rows]
+    result = _flash(q, k, v, mask, scale)
+    return result[:, :, :rows] if spare else result
+
+
+# ------------------------------------------------------------------------------------------------------- measurement
+def attention_rule(dtype: torch.dtype, size: int, device: torch.device | str = "cpu") -> AttentionRule:
+    """The rule for a head size, measured once per machine and number of threads.
+
+    Raises:
+        MachineError: no rule gives stable bits here.
+    """
+    return _rule(dtype, size, torch.device(device), torch.get_num_threads())
+
+
+@lru_cache(maxsize=256)
+def _rule(dtype: torch.dtype, size: int, device: torch.device, threads: int) -> AttentionRule:
+    name = name_of("attention", dtype, size, device=device)
+    found = ledger().look_up(name, AttentionRule, lambda: _measure(dtype, size, device))
+    if found is None:
+        raise MachineError(
+            f"attention with heads of {size} in {str(dtype).removeprefix('torch.')}: no canonical shape gives stable bits on "
+            "this machine, so it cannot be made invariant here."
+        )
+    assert isinstance(found, AttentionRule)
+    return found
+
+
+_COUNTS = (3, 17, 40, 64, 100, 130, 190, 200, 256, 300, 384, 400, 500, 512)
+_CANDIDATES = ((4, 1024), (4, 128), (8, 128), (32, 32))
+
+
+def _measure(dtype: torch.dtype, size: int, device: torch.device | str) -> AttentionRule | None:
+    """Finds the cheapest candidate that is one bit class on one thread, then asks whether the threads set now keep it."""
+    probe = _Probe(dtype, size, device)
+    for granule, most in _CANDIDATES:
+        with one_thread():
+            tails = probe.stable_tails(granule)
+            stable = tails is not None and probe.holds(AttentionRule(granule, most, tails, True))
+        if stable and tails is not None:
+            threaded = torch.get_num_threads() == 1 or probe.holds(AttentionRule(granule, most, tails, True))
+            return AttentionRule(granule, most, tails, threaded)
+    return None
+
+
+class _Probe:
+    """Random queries, keys and values, and the bits each query has in the reference call."""
+
+    def __init__(self, dtype: torch.dtype, size: int, device: torch.device | str) -> None:
+        self.q = draw(2, 6, 1024, size, dtype=dtype, seed=1, device=device)
+        self.k = draw(2, 3, 2 * BLOCK, size, dtype=dtype, seed=2, device=device)
+        self.v = draw(2, 3, 2 * BLOCK, size, dtype=dtype, seed=3, device=device)
+        self.known: dict[tuple[int, int], Tensor] = {}
+
+    def mask(self, count: int, total: int) -> Tensor:
+        """[1, 1, 1, total]: the first ``count`` keys are seen."""
+        mask = self.q.new_zeros(1, 1, 1, total)
+        mask[..., count:] = float("-inf")
+        return mask
+
+    def reference(self, count: int, granule: int) -> Tensor:
+        """One granule of query rows a call, whole blocks of keys, one thread: [2, 6, 256, size]."""
+        if (count, granule) not in self.known:
+            total = -(-count // BLOCK) * BLOCK
+            keys, values, mask = self.k[:, :, :total], self.v[:, :, :total], self.mask(count, total)
+            with one_thread():
+                tiles = [
+                    _flash(self.q[:, :, at : at + granule].contiguous(), keys, values, mask, None)
+                    for at in range(0, 256, granule)
+                ]
+            self.known[count, granule] = torch.cat(tiles, 2)
+        return self.known[count, granule]
+
+    def stable_tails(self, granule: int) -> tuple[int, ...] | None:
+        """Key counts up to a block that give the bits of the whole block, for every count of keys that they hold."""
+        stable = []
+        for tail in range(_STEP, BLOCK, _STEP):
+            counts = [c for c in (*_COUNTS, tail, tail - 7, tail - 15) if 0 < c <= tail]
+            if all(self._same(count + more, tail + more, granule) for count in counts[-6:] for more in (0, BLOCK)):
+                stable.append(tail)
+        return (*stable, BLOCK)
+
+    def _same(self, count: int, total: int, granule: int) -> bool:
+        rows = max(granule, 32)
+        expected = self.reference(count, granule)[:, :, :rows]
+        mask = self.mask(count, total)
+        return bits.equal(
+            _flash(self.q[:, :, :rows].contiguous(), self.k[:, :, :total], self.v[:, :, :total], mask, None), expected
+        )
+
+    def holds(self, rule: AttentionRule) -> bool:
+        """Whether calls of many shapes give the reference's bits: rows, heads, batches, folding, masks by row."""
+        counts = (5, 40, 130, 190, 300, 512, 700)
+        rows = [r for r in (1, 3, 4, 7, 8, 12, 20, 31, 32, 33, 48, 64, 96, 100, 128, 192, 196, 256) if r <= rule.most]
+        for count in counts:
+            total = rule.keys(count)
+            expected, mask = self.reference(count, rule.granule), self.mask(count, total)
+            for r in rows:
+                for batch, heads, groups in ((2, 6, 3), (1, 2, 1), (1, 3, 3), (1, 1, 1)):
+                    q = self.q[:batch, :heads, :r] if groups == 3 or heads == 1 else self.q[:batch, :2, :r]
+                    got = flash_rows(
+                        q, self.k[:batch, :groups, :total], self.v[:batch, :groups, :total], mask, None, rule.granule
+                    )
+                    if groups == heads and heads == 3:  # no sharing: query head h meets KV head h, in the reference h // 2
+                        continue
+                    if not bits.equal(got.contiguous(), expected[:batch, :heads, :r].contiguous()):
+                        return False
+        return self._rows_see_their_own(rule)
+
+    def _rows_see_their_own(self, rule: AttentionRule) -> bool:
+        """Causal masks: each row has the bits of the row alone with its own keys."""
+        for length in (32, 52, 200, 420):
+            length = min(length, rule.most)
+            rows = -(-length // rule.granule) * rule.granule
+            total = rule.keys(rows)
+            keys, values = self.k[:, :, :total], self.v[:, :, :total]
+            causal = self.q.new_zeros(rows, total).masked_fill_(
+                ~torch.ones(rows, total, dtype=torch.bool).tril().to(self.q.device), float("-inf")
+            )
+            q = self.q[:, :, :rows].contiguous()
+            masked = _flash(q, keys, values, causal[None, None], None)
+            if not bits.equal(masked, _flash(q, keys, values, None, None)):
+                return False
+            for at in (0, 1, length // 2, length - 1):
+                total = rule.keys(at + 1)
+                alone = flash_rows(
+                    q[:, :, at : at + 1],
+                    self.k[:, :, :total],
+                    self.v[:, :, :total],
+                    self.mask(at + 1, total),
+                    None,
+                    rule.granule,
+                )
+                if not bits.equal(alone.contiguous(), masked[:, :, at : at + 1].contiguous()):
+                    return False
+        return True
+
+
+# ------------------------------------------------------------------------------------------------------ the attention
+_UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
+
+
+def canonical_attention(module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
+                        dropout: float = 0.0, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention that transformers calls: stores the new keys and values, and attends in canonical shapes.
+
+    Args:
+        module: the attention module.
+        query: [batch, heads, tokens, size].
+        key, value: [batch, KV heads, tokens, size], or what a canonical cache made of them.
+        attention_mask: the call's `Step`.
+        scaling: of the scores; None for 1 / sqrt(size).
+        dropout: must be 0.
+        kwargs: what else the model passes; what would change the result is refused.
+
+    Returns:
+        [batch, tokens, heads, size], and no weights.
+    """
+    _check(module, attention_mask, dropout, kwargs)
+    step: Step = attention_mask
+    layer, new_keys, new_values = (
+        (key.layer, key.keys, value.values) if isinstance(key, Pending) else (CanonicalLayer(), key, value)
+    )
+    batch, heads, tokens, size = query.shape
+    groups = new_keys.shape[1]
+    if new_values.shape[3] != size or heads % groups:
+        raise UsageError(
+            f"{type(module).__name__}: heads of {size} for keys and {new_values.shape[3]} for values, {heads} over {groups}; "
+            "the invariant tier covers heads of one size in whole groups."
+        )
+    rule = attention_rule(query.dtype, size, query.device)
+    keys, values = layer.room(max(step.slots_needed, rule.keys(step.slots_needed)), new_keys, new_values)
+    step.store(layer, keys, values, new_keys, new_values)
+    if rule.is_threaded:
+        return _attend(query, keys, values, step, rule, scaling), None
+    with one_thread():
+        return _attend(query, keys, values, step, rule, scaling), None
+
+
+def _check(module: Any, step: Any, dropout: float, kwargs: dict[str, Any]) -> None:
+    if not isinstance(step, Step):
+        found = (
+            "no mask"
+            if step is None
+            else f"a mask of shape {list(step.shape)}"
+            if isinstance(step, Tensor)
+            else type(step).__name__
+        )
+        raise UsageError(
+            f"{type(module).__name__}: inside detlab.deterministic attention is causal, with a 2D attention_mask of ones and "
+            f"zeros; got {found}. Masks of another form are not covered."
+        )
+    if dropout:
+        raise UsageError("attention dropout is on: the engine computes in eval mode. Call model.eval().")
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise UsageError(f"{type(module).__name__}: attention with {name} is not covered by the invariant tier.")
+    if kwargs.get("output_attentions"):
+        raise UsageError("output_attentions is not available inside detlab.deterministic: the kernel does not return weights.")
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, step: Step, rule: AttentionRule, scale: float | None) -> Tensor:
+    batch, heads, tokens, size = query.shape
+    groups = keys.shape[1]
+    group = heads // groups
+    total = rule.keys(step.slots_needed)
+    if tokens * group <= min(_FOLD, rule.most) and (tokens == 1 or group > 1):
+        folded = query.reshape(batch, groups, group * tokens, size)
+        mask = step.mask(0, tokens, total, group)
+        out = flash_rows(folded, keys[:, :, :total], values[:, :, :total], mask, scale, rule.granule)
+        if tokens == 1:
+            return out.reshape(batch, 1, heads, size)
+        return out.reshape(batch, heads, tokens, size).transpose(1, 2)
+    spare = -tokens % rule.granule
+    if (
+        step.is_plain
+        and tokens + spare <= rule.most
+        and keys.shape[2] >= (most := rule.keys(tokens + spare))
+        and batch * heads > 1
+    ):
+        q = F.pad(query, (0, 0, 0, spare)) if spare else query
+        out = _flash(q, keys[:, :, :most], values[:, :, :most], None, scale).transpose(1, 2)
+        return out[:, :tokens] if spare else out
+    pieces = []
+    chunk = min(256, rule.most)
+    for first in range(0, tokens, chunk):
+        last = min(tokens, first + chunk)
+        seen = rule.keys(step.keys_of(last))
+        mask = step.mask(first, last, seen, 1)
+        pieces.append(
+            flash_rows(query[:, :, first:last], keys[:, :, :seen], values[:, :, :seen], mask, scale, rule.granule).transpose(
+                1, 2
+            )
+        )
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def reference_attention(query: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule, scale: float | None = None) -> Tensor:
+    """What canonical attention means, slowly: each query alone, after all keys it sees, in whole blocks, on one thread.
+
+    Args:
+        query: [heads, size], one token's.
+        keys, values: [KV heads, tokens, size], those the token sees, in the order of their positions.
+        rule: the machine's rule for this head size.
+        scale: of the scores; None for 1 / sqrt(size).
+
+    Returns:
+        [heads, size].
+    """
+    heads, size = query.shape
+    groups, count, _ = keys.shape
+    total = -(-count // BLOCK) * BLOCK
+    mask = query.new_zeros(1, 1, 1, total)
+    mask[..., count:] = float("-inf")
+    k, v = (F.pad(t, (0, 0, 0, total - count))[None] for t in (keys, values))
+    rows = []
+    with one_thread():
+        for head in range(heads):
+            at = head // (heads // groups)
+            tile = query.new_zeros(1, 1, rule.granule, size)
+            tile[0, 0, 0] = query[head]
+            rows.append(_flash(tile, k[:, at : at + 1], v[:, at : at + 1], mask, scale)[0, 0, 0])
+    return torch.stack(rows)

@@ -1,0 +1,204 @@
+"""A KV cache in which a token's keys and values sit at slot = token position, in buffers of whole blocks.
+
+Attention's blocks and vector lanes follow the slot. In a stock cache, left padding and dropped sliding-window tokens move
+a token to other slots, and its bits with it. Here padding is left out, and no token moves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
+
+from detlab.errors import UsageError
+
+__all__ = ["BLOCK", "CanonicalLayer", "Pending", "adopt"]
+
+BLOCK = 512  # slots; the block of torch's CPU flash attention
+
+
+class Pending:
+    """New keys and values on their way from `CanonicalLayer.update` to the attention that stores them.
+
+    Where they belong depends on the attention mask, which a cache's update does not see.
+    """
+
+    __slots__ = ("keys", "layer", "values")
+
+    def __init__(self, layer: CanonicalLayer, keys: Tensor, values: Tensor) -> None:
+        self.layer, self.keys, self.values = layer, keys, values
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            "this cache was filled inside detlab.deterministic, and only its attention can read it. "
+            "Start a new cache for the stock model, or stay inside the context."
+        )
+
+
+class CanonicalLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer, [batch, KV heads, slots, head size], zero where nothing is stored yet.
+
+    Attributes:
+        seen: tokens given to it, padding counted.
+        filled: tokens stored: one number where all rows agree, else int64 [batch].
+    """
+
+    is_sliding = False  # windows are masks here; nothing is dropped
+    is_croppable = True
+
+    def __init__(self, longest: int = 0, **_: Any) -> None:
+        """Makes an empty layer; ``longest``: tokens that a static cache has room for (0: grows)."""
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self.is_initialized = False
+        self.longest = longest
+        self.seen = 0
+        self.filled: int | Tensor = 0
+
+    # ------------------------------------------------------------------------------------------- as transformers asks
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: buffers are made when the first keys are stored."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Hands new keys and values on to the attention, which knows where they belong."""
+        self.is_initialized = True
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.seen += key_states.shape[2]
+        if self.longest and self.seen > self.longest:
+            raise UsageError(f"a static cache of {self.longest} tokens is full: {self.seen} were given. Make a longer one.")
+        pending = Pending(self, key_states, value_states)
+        return pending, pending
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys a mask covers for so many new tokens, and the first of them."""
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens given so far, padding counted."""
+        return self.seen
+
+    def get_query_offset(self) -> int:
+        """Index of the next token, padding counted."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """Tokens it can hold; -1 where it grows."""
+        return self.longest or -1
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """The keys stored, without the room behind them."""
+        return None if self._keys is None else self._keys[:, :, : self._most()]
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """The values stored, without the room behind them."""
+        return None if self._values is None else self._values[:, :, : self._most()]
+
+    def _most(self) -> int:
+        return self.filled if isinstance(self.filled, int) else int(self.filled.max())
+
+    def offload(self) -> None:
+        """Refused: the buffers stay where the model computes."""
+        raise UsageError("an offloaded cache is not available inside detlab.deterministic; use a dynamic or static cache.")
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self.seen, self.filled = 0, 0
+        if self._keys is not None and self._values is not None:
+            self._keys.zero_()
+            self._values.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops tokens from the end of each row; a negative number, as transformers counts here."""
+        if tokens_to_remove > 0:
+            raise UsageError(f"crop takes how many tokens to drop as a negative number; got {tokens_to_remove}.")
+        if not tokens_to_remove or not self.is_initialized:
+            return
+        filled = self.filled + tokens_to_remove
+        if bool((torch.as_tensor(filled) < 0).any()):
+            raise UsageError(f"crop({tokens_to_remove}) would cut into the padding of a row; a row holds {self.filled} tokens.")
+        self.filled, self.seen = filled, self.seen + tokens_to_remove
+
+    def _select(self, index: Tensor) -> None:
+        if self._keys is not None and self._values is not None:
+            self._keys = self._keys.index_select(0, index.to(self._keys.device))
+            self._values = self._values.index_select(0, index.to(self._values.device))
+        if not isinstance(self.filled, int):
+            self.filled = self.filled.index_select(0, index.to(self.filled.device))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in another order, as beam search asks."""
+        if self._keys is not None:
+            self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some rows."""
+        if self._keys is not None:
+            self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so many times."""
+        if self._keys is not None:
+            self._select(torch.arange(self._keys.shape[0]).repeat_interleave(repeats))
+
+    # ------------------------------------------------------------------------------------------- as the attention asks
+    def room(self, slots: int, like_keys: Tensor, like_values: Tensor) -> tuple[Tensor, Tensor]:
+        """The buffers, grown to hold so many slots."""
+        have = 0 if self._keys is None else self._keys.shape[2]
+        if slots > have:
+            wanted = -(-max(slots, self.longest) // BLOCK) * BLOCK
+            if have:  # room to grow, so that a long text is not copied at every block
+                wanted = max(wanted, have + max(BLOCK, have // 2 // BLOCK * BLOCK))
+            batch, heads, _, size = like_keys.shape
+            keys = like_keys.new_zeros(batch, heads, wanted, size)
+            values = like_values.new_zeros(batch, heads, wanted, like_values.shape[3])
+            if self._keys is not None and self._values is not None:
+                keys[:, :, :have] = self._keys
+                values[:, :, :have] = self._values
+            self._keys, self._values = keys, values
+        assert self._keys is not None and self._values is not None
+        if self._keys.shape[0] != like_keys.shape[0]:
+            raise UsageError(
+                f"this cache holds {self._keys.shape[0]} rows, and the call has {like_keys.shape[0]}; "
+                "give each batch its own cache."
+            )
+        return self._keys, self._values
+
+
+def adopt(cache: Any) -> None:
+    """Makes an empty transformers cache canonical, in place; leaves a canonical one as it is.
+
+    Raises:
+        UsageError: it is of another kind, or holds tokens that the stock model computed.
+    """
+    if not isinstance(cache, Cache):
+        raise UsageError(
+            f"inside detlab.deterministic a cache must be a DynamicCache or a StaticCache; got {type(cache).__name__}."
+        )
+    if cache.layers and all(isinstance(layer, CanonicalLayer) for layer in cache.layers):
+        return
+    if cache.layer_class_to_replicate is CanonicalLayer:
+        return
+    if type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False):
+        raise UsageError(
+            f"inside detlab.deterministic a cache must be a plain DynamicCache or StaticCache; got {type(cache).__name__}"
+            f"{' with offloading' if getattr(cache, 'offloading', False) else ''}."
+        )
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if getattr(layer, "is_initialized", False) and int(layer.get_seq_length()) > 0:
+            raise UsageError(
+                "this cache holds tokens that the stock model computed, whose bits depend on their batch. "
+                "Fill a new cache inside detlab.deterministic."
+            )
+        if not hasattr(layer, "get_mask_sizes") or type(layer).__name__.startswith(("Linear", "Dummy", "Quant")):
+            raise UsageError(f"a cache layer of type {type(layer).__name__} is not covered by detlab.deterministic.")
+    longest = 0
+    if isinstance(cache, StaticCache):
+        longest = max((int(getattr(layer, "max_cache_len", 0) or 0) for layer in cache.layers), default=0)
+    cache.layers = [CanonicalLayer(longest) for _ in cache.layers]
+    if cache.layer_class_to_replicate is not None:
+        cache.layer_class_to_replicate = CanonicalLayer

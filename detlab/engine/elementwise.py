@@ -1,0 +1,105 @@
+"""Activations and rotary tables whose elements do not depend on where in a buffer they stand.
+
+A vectorised elementwise kernel computes whole vectors with one formula and what is left over at the end of each thread's
+share with another. Here every element is computed in a vector: on one thread, in a buffer whose length is a multiple of 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detlab.engine.canonical import one_thread
+from detlab.errors import UsageError
+
+__all__ = ["RotaryTable", "canonical_elementwise", "is_activation", "reference_elementwise"]
+
+VECTOR = 32  # elements: a multiple of every vector width torch compiles for, all unrolling counted in
+_BLOCK = 512  # positions a rotary table grows by; always computed in calls of this one shape
+
+
+def canonical_elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Makes an elementwise function of one tensor independent of the tensor's shape and of the number of threads."""
+
+    def canonical(x: Tensor) -> Tensor:
+        spare = -x.numel() % VECTOR
+        with one_thread():
+            if not spare and x.is_contiguous():
+                return function(x.view(-1)).view(x.shape)
+            flat = x.reshape(-1)
+            padded = F.pad(flat, (0, spare)) if spare else flat
+            return function(padded)[: flat.numel()].view(x.shape)
+
+    return canonical
+
+
+def reference_elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What a canonical elementwise function means, slowly: each element alone, in a vector of its copies."""
+    return torch.stack([function(element.repeat(VECTOR))[0] for element in x.reshape(-1)]).view(x.shape)
+
+
+_WHOLE_ROWS = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.MultiheadAttention, nn.PReLU, nn.RReLU)
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Whether a module is an elementwise activation of one tensor, of torch's or of transformers'."""
+    home = type(module).__module__
+    known = home.startswith(("torch.nn.modules.activation", "transformers.activations"))
+    return known and not isinstance(module, _WHOLE_ROWS) and next(module.parameters(), None) is None
+
+
+class RotaryTable:
+    """Cosines and sines of rotary embeddings by position, computed by the model's own module in calls of one shape.
+
+    They are the module's values; its call would compute a position's row with the others it is asked for, and the
+    place in the buffer would show in the last bit where the head size is no multiple of 32.
+    """
+
+    def __init__(self, module: Any) -> None:
+        """Wraps a rotary embedding module.
+
+        Raises:
+            UsageError: the table changes with the length of what came before, so that no position has bits of its own.
+        """
+        kinds = getattr(module, "rope_type", "default")
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in ("dynamic", "longrope"):
+                raise UsageError(
+                    f"rotary embeddings of type {kind!r} depend on the longest text seen so far, so a token's bits depend on "
+                    'its history; the engine cannot make them invariant. Use a checkpoint with "default", "linear" or "llama3".'
+                )
+        self.original = module.forward
+        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As the module's forward: [batch, tokens, head size] cosines and sines in x's dtype."""
+        if position_ids.ndim != 2 or position_ids.is_floating_point():
+            raise UsageError(
+                f"position_ids must be whole numbers [batch, tokens]; got {position_ids.dtype} {list(position_ids.shape)}."
+            )
+        key = (x.dtype, x.device, args, tuple(sorted(kwargs.items())))
+        cosines, sines = self.tables.get(key) or self._grow(key, x, 1, args, kwargs)
+        needed = int(position_ids.max()) + 1 if position_ids.numel() else 0
+        if needed > len(cosines):
+            cosines, sines = self._grow(key, x, needed, args, kwargs)
+        if position_ids.numel() and int(position_ids.min()) < 0:
+            raise UsageError(f"position_ids count from 0; got {int(position_ids.min())}.")
+        return F.embedding(position_ids, cosines), F.embedding(position_ids, sines)
+
+    def _grow(self, key: Any, x: Tensor, needed: int, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Extends a table to hold so many positions. Two threads that grow it at once write the same values."""
+        blocks: list[tuple[Tensor, Tensor]] = [] if key not in self.tables else [self.tables[key]]
+        length = len(blocks[0][0]) if blocks else 0
+        with one_thread():
+            while length < needed:
+                positions = torch.arange(length, length + _BLOCK, device=x.device)[None]
+                cosine, sine = self.original(x, positions, *args, **kwargs)
+                blocks.append((cosine[0], sine[0]))
+                length += _BLOCK
+        table = torch.cat([b[0] for b in blocks]), torch.cat([b[1] for b in blocks])
+        self.tables[key] = table
+        return table

@@ -1,0 +1,112 @@
+"""Mixtures of experts: each expert's rows are a canonical linear call, each token's experts are added in a fixed order.
+
+How many rows an expert sees depends on what else is in the batch, so the stock kernels' row classes bite inside one
+prefill. Here a token's result is the sum over its chosen experts, the likeliest first, in float32, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from detlab.engine.linear import CanonicalLinear
+from detlab.errors import UsageError
+
+__all__ = ["CanonicalExperts", "CanonicalRouter", "is_experts", "is_router"]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module keeps its experts' weights stacked, as transformers does: [experts, out, in]."""
+    weights = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
+    return all(isinstance(w, nn.Parameter) and w.ndim == 3 for w in weights)
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module is a router that applies its own weight, [experts, hidden], by a plain ``F.linear``."""
+    weight = vars(module).get("_parameters", {}).get("weight")
+    return type(module).__name__.endswith(("Router", "Gate")) and isinstance(weight, nn.Parameter) and weight.ndim == 2
+
+
+class CanonicalExperts:
+    """The forward of a module of stacked experts."""
+
+    def __init__(self, module: Any, activation: Callable[[Tensor], Tensor], what: str) -> None:
+        """Packs the experts' weights.
+
+        Raises:
+            UsageError: the experts are stored or computed in a way that is not covered.
+        """
+        odd = [name for name in ("is_transposed", "has_bias", "has_post_expert_norm") if getattr(module, name, False)]
+        odd += [name for name in ("is_concatenated", "has_gate") if not getattr(module, name, True)]
+        if odd or getattr(module, "_is_expert_parallel", False):
+            raise UsageError(
+                f"{what}: experts of this layout ({', '.join(odd) or 'split over processes'}) are not covered by the "
+                "invariant tier; Mixtral's and Qwen's are."
+            )
+        self.num_experts = module.gate_up_proj.shape[0]
+        self.activation = activation
+        self.up = [CanonicalLinear(weight, None, f"{what}.gate_up_proj") for weight in module.gate_up_proj.detach()]
+        self.down = [CanonicalLinear(weight, None, f"{what}.down_proj") for weight in module.down_proj.detach()]
+
+    def layers(self) -> Iterator[CanonicalLinear]:
+        """The experts' products."""
+        yield from self.up
+        yield from self.down
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As the module's forward: [tokens, hidden] and each token's experts and weights, [tokens, chosen]."""
+        tokens, chosen = top_k_index.shape
+        experts = top_k_index.reshape(-1)
+        order = experts.argsort(stable=True)
+        counts = torch.bincount(experts, minlength=self.num_experts).tolist()
+        results = hidden_states.new_empty(tokens * chosen, hidden_states.shape[-1])
+        start = 0
+        for expert, count in enumerate(counts[: self.num_experts]):
+            if count:
+                mine = order[start : start + count]
+                gate, up = self.up[expert](hidden_states[mine // chosen]).chunk(2, -1)
+                results[mine] = self.down[expert](self.activation(gate) * up)
+                start += count
+        parts = results.view(tokens, chosen, -1).float() * top_k_weights.float().unsqueeze(-1)
+        total = parts[:, 0]
+        for choice in range(1, chosen):
+            total = total + parts[:, choice]
+        return total.to(hidden_states.dtype)
+
+
+class _CanonicalWeights(TorchFunctionMode):
+    """Sends ``F.linear`` of known weights to canonical layers."""
+
+    def __init__(self, layers: dict[int, CanonicalLinear]) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear and len(args) == 2 and not kwargs:
+            layer = self.layers.get(id(args[1]))
+            if layer is not None:
+                return layer(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class CanonicalRouter:
+    """The forward of a router, its own but for the product with its weight."""
+
+    def __init__(self, module: Any, what: str) -> None:
+        """Packs the router's weight."""
+        self.original = module.forward
+        self.layer = CanonicalLinear(module.weight, None, what)
+        self.known = {id(module.weight): self.layer}
+
+    def layers(self) -> Iterator[CanonicalLinear]:
+        """The router's product."""
+        yield self.layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's forward."""
+        with _CanonicalWeights(self.known):
+            return self.original(*args, **kwargs)

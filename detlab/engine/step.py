@@ -1,0 +1,175 @@
+"""One forward call as attention sees it: at which slot each token's keys are stored, and which slots each query sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from detlab.engine.cache import CanonicalLayer
+from detlab.errors import UsageError
+
+__all__ = ["Step", "canonical_mask"]
+
+_HIDDEN = float("-inf")
+
+
+class Step:
+    """Where the tokens of one call sit; made once a call, in place of an attention mask.
+
+    Attributes:
+        tokens: new tokens a row.
+        before: real tokens stored before this call: one number where all rows agree, else int64 [batch].
+        after: the same, after this call.
+        slots: int64 [batch, tokens], where each new token is stored; None where row b's token t is stored at before + t.
+            A padding token goes to the slot behind the last, which no query sees.
+        slots_needed: slots that the buffers must have.
+        window: tokens that a query sees at most, its own included; None for all.
+    """
+
+    def __init__(self, batch: int, tokens: int, offset: int, mask: Tensor | None, window: int | None, dtype: torch.dtype,
+                 device: torch.device) -> None:  # fmt: skip
+        """Lays out a call.
+
+        Args:
+            batch, tokens: rows, and new tokens a row.
+            offset: tokens of earlier calls a row, padding counted.
+            mask: bool [batch, offset + tokens], True for real tokens; None where all are.
+            window: of sliding-window attention.
+            dtype, device: of the queries.
+        """
+        self.tokens, self.window, self.dtype, self.device = tokens, window, dtype, device
+        self.slots: Tensor | None = None
+        self._masks: dict[tuple[int, int, int, int], Tensor] = {}
+        self.before: int | Tensor = offset
+        self.after: int | Tensor = offset + tokens
+        self._positions: Tensor | None = None
+        self._padding: Tensor | None = None
+        if mask is not None and not bool(mask.all()):
+            self._lay_out(mask, batch, tokens, offset)
+        else:
+            self.slots_needed = offset + tokens
+
+    @property
+    def _start(self) -> int:
+        """The slot of the first new token, where all rows agree on it."""
+        return self.before if isinstance(self.before, int) else 0
+
+    def _lay_out(self, mask: Tensor, batch: int, tokens: int, offset: int) -> None:
+        if mask.shape[0] != batch or mask.shape[1] < offset + tokens:
+            raise UsageError(
+                f"attention_mask must cover {batch} rows and {offset} cached and {tokens} new tokens; got {list(mask.shape)}."
+            )
+        mask = mask[:, : offset + tokens]
+        counts = mask.cumsum(1)
+        new, real = counts[:, offset:], mask[:, offset:]
+        before = counts[:, offset - 1] if offset else counts.new_zeros(batch)
+        longest = int(counts[:, -1].max())
+        if bool(real.all()) and bool((before == before[0]).all()):
+            self.before = int(before[0])
+            self.after = self.before + tokens
+            self.slots_needed = longest
+            return
+        self.before, self.after = before, counts[:, -1]
+        self.slots = torch.where(real, new - 1, longest)
+        self._positions = (new - 1).clamp_min(0)  # a padding query sees what is there: finite, and read by no one
+        self.slots_needed = longest
+        if not bool(real.all()):
+            self.slots_needed += 1
+            self._padding = ~real[:, None, :, None]
+
+    @property
+    def is_plain(self) -> bool:
+        """A first call without padding or window: the kernel's own causal mask does."""
+        return self.slots is None and self._start == 0 and self.window is None
+
+    def keys_of(self, last: int) -> int:
+        """Slots that the queries before token ``last`` may see."""
+        return self._start + last if self.slots is None else self.slots_needed
+
+    def store(self, layer: CanonicalLayer, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
+        """Writes a layer's new keys and values, [batch, KV heads, tokens, size], to their slots."""
+        self._check(layer)
+        if self.slots is None:
+            keys[:, :, self._start : self._start + self.tokens] = new_keys
+            values[:, :, self._start : self._start + self.tokens] = new_values
+        else:
+            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+            if self._padding is not None:  # 0 x infinity would be a number that is none, in a row that is fine
+                new_keys, new_values = (t.masked_fill(self._padding, 0) for t in (new_keys, new_values))
+            keys.transpose(1, 2)[rows, self.slots] = new_keys.transpose(1, 2)
+            values.transpose(1, 2)[rows, self.slots] = new_values.transpose(1, 2)
+        layer.filled = self.after
+
+    def _check(self, layer: CanonicalLayer) -> None:
+        """The mask must tell the same of the cached tokens as the masks under which they were stored."""
+        if layer.filled is self.before:
+            return
+        if isinstance(layer.filled, int) and isinstance(self.before, int):
+            same = layer.filled == self.before
+        else:
+            same = bool((torch.as_tensor(layer.filled) == torch.as_tensor(self.before)).all())
+        if not same:
+            raise UsageError(
+                f"the attention mask counts {_words(self.before)} tokens in the cache, which holds {_words(layer.filled)}: "
+                "pass attention_mask with the padding of earlier calls, as generate does."
+            )
+
+    def mask(self, first: int, last: int, keys: int, copies: int) -> Tensor:
+        """Additive mask of queries first..last, [batch or 1, 1, rows, keys]; ``copies``: heads folded into rows, head-major."""
+        name = (first, last, keys, copies)
+        known = self._masks.get(name)
+        if known is not None:
+            return known
+        slots = torch.arange(keys, device=self.device)
+        if self._positions is None:
+            positions = torch.arange(self._start + first, self._start + last, device=self.device)[None, :, None]
+        else:
+            positions = self._positions[:, first:last, None]
+        seen = slots <= positions
+        if self.window is not None:
+            seen &= slots > positions - self.window
+        made = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, _HIDDEN)
+        if last - first > 1 and copies > 1:  # a single row is shared by the heads as it is
+            made = made.repeat(1, copies, 1)
+        self._masks[name] = made = made[:, None]
+        return made
+
+
+def _words(count: int | Tensor) -> str:
+    return str(count if isinstance(count, int) else count.tolist())
+
+
+def _is_sliding(function: Callable[..., Any], window: int | None) -> bool:
+    """Whether a mask function is transformers' causal sliding window of that size, and nothing more."""
+    cells = getattr(function, "__closure__", None) or ()
+    parts: Any = cells[0].cell_contents if len(cells) == 1 else ()
+    others = [part for part in parts if part is not causal_mask_function] if isinstance(parts, tuple) else []
+    if len(parts) != 2 or len(others) != 1:
+        return False
+    other: Any = others[0]
+    cells = getattr(other, "__closure__", None) or ()
+    return other.__qualname__.startswith("sliding_window_overlay") and [c.cell_contents for c in cells] == [window]
+
+
+def canonical_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+                   mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None,
+                   local_size: int | None = None, dtype: torch.dtype = torch.float32, device: Any = "cpu",
+                   **_: Any) -> Step:  # fmt: skip
+    """What transformers calls to build a mask: lays out the call instead of building a mask.
+
+    Raises:
+        UsageError: the model or the caller asks for another mask than a causal or a sliding-window one.
+    """
+    if mask_function is not causal_mask_function and not _is_sliding(mask_function, local_size):
+        raise UsageError(
+            "this call needs an attention mask that is neither causal nor a causal sliding window (packed sequences? chunked "
+            "or bidirectional attention? position_ids that do not count up, without attention_mask?); the invariant tier "
+            "does not cover it."
+        )
+    if kv_offset:
+        raise UsageError("this call's keys do not start at token 0, which the invariant tier does not cover.")
+    return Step(batch_size, q_length, int(q_offset), attention_mask, local_size, dtype, torch.device(device))
