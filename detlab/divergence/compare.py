@@ -15,6 +15,7 @@ from detlab.divergence.result import (
     IDENTICAL_VERDICT,
     Comparison,
     Divergence,
+    Entries,
     TokenFlip,
     divergences,
 )
@@ -66,7 +67,7 @@ def _compare_bare(a: Trace, b: Trace) -> Comparison:
     carried = _carried_over(a, b, detail.rows_compared > 0)
     if carried is not None:
         result.verdict, result.first = DIVERGED, carried
-        result.carriers.insert(0, carried)
+        result.carriers = [carried, *result.carriers]
     result.notes += _limits(a, b, detail)
     result.controls = {"a_repeated": None, "b_repeated": None}
     return result
@@ -181,14 +182,13 @@ def _parted(a: Run, b: Run) -> dict[int, int]:
 
 
 def _judge(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -> Comparison:
-    entries = divergences(a, b, detail, prompt_ids)
-    first = entries[0] if entries else None
+    first, origins, carriers = divergences(a, b, detail, prompt_ids)
     verdict = IDENTICAL_VERDICT if first is None else DIVERGED
     if first is not None and first.kind == "carrier" and _other_path(a, b, detail, first):
         verdict = CONTROL_FLOW
     changed = _changed_output(a, b, detail, prompt_ids) if first is None else None
     if changed is not None:
-        entries, first, verdict = [changed], changed, CONTROL_FLOW
+        first, verdict = changed, CONTROL_FLOW
     elif first is None and detail.unlaid_differ:
         verdict = DIVERGED
     elif first is None and detail.rows_compared == 0 and (a.calls or b.calls):
@@ -198,8 +198,8 @@ def _judge(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -
     return Comparison(
         verdict=verdict,
         first=first,
-        origins=[d for d in entries if d.kind == "origin"],
-        carriers=[d for d in entries if d.kind == "carrier"],
+        origins=origins,
+        carriers=carriers if changed is None else [changed],
         token_flips=[],
         rows_compared=detail.rows_compared,
         controls={},
@@ -345,9 +345,15 @@ def _repeat(result: Comparison, a: Run, b: Run, detail: TraceComparison, control
         return
     sizes = size_differences(detail, keep_a, keep_b)
     result.sizes = sizes.rows
-    for entry in [*result.origins, *result.carriers]:
+
+    def fill_in(entry: Divergence) -> None:
         if entry.op_index in sizes.largest and entry.prompt in prompts:
             entry.max_abs, entry.max_ulp, entry.share = sizes.largest[entry.op_index]
+
+    if isinstance(result.carriers, Entries):
+        result.carriers.change(fill_in)
+    for entry in (*result.origins, *(() if isinstance(result.carriers, Entries) else result.carriers)):
+        fill_in(entry)
     if keep_a.is_full or keep_b.is_full:
         result.notes.append("differences were sized until the memory set aside for it was full")
 

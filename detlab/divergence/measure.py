@@ -29,7 +29,7 @@ class Sizes:
 
 def keepers(detail: TraceComparison, prompts: list[int]) -> tuple[RowKeeper, RowKeeper]:
     """What the two runs must keep so that their differing ops can be sized for some prompts."""
-    differing = [found for found in detail.ops if found.differs]
+    differing = list(detail.ops.differing())
     return RowKeeper({f.a for f in differing}, prompts), RowKeeper({f.b for f in differing}, prompts)
 
 
@@ -37,8 +37,8 @@ def size_differences(detail: TraceComparison, a: RowKeeper, b: RowKeeper) -> Siz
     """Sizes every differing op whose rows both runs kept."""
     sizes = Sizes()
     joins: dict[tuple[int, int, int], tuple[Array, Tensor, Tensor]] = {}
-    for found in detail.ops:
-        if not found.differs or found.a not in a.kept or found.b not in b.kept:
+    for found in detail.ops.differing():
+        if found.a not in a.kept or found.b not in b.kept:
             continue
         (keys_a, values_a), (keys_b, values_b) = a.kept[found.a], b.kept[found.b]
         join = (id(keys_a), id(keys_b), id(found.keys))

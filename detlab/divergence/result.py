@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -138,7 +139,7 @@ class Comparison:
     verdict: str
     first: Divergence | None
     origins: list[Divergence]
-    carriers: list[Divergence]
+    carriers: Sequence[Divergence]
     token_flips: list[TokenFlip]
     rows_compared: int
     controls: dict[str, bool | None]
@@ -220,9 +221,68 @@ class Comparison:
         return f"<table>{rows}</table>"
 
 
-def divergences(a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]) -> list[Divergence]:
-    """Turns differing ops into entries, in execution order; sizes are filled in later."""
-    return [_divergence(a, b, op, prompt_ids) for op in detail.ops if op.differs]
+class Entries(Sequence[Divergence]):
+    """Entries that are made when they are asked for: carriers can be tens of thousands, of which few are looked at.
+
+    An entry is the same object every time. As a sequence it equals any other of equal entries, a list for one.
+    """
+
+    def __init__(self, num: int, make: Callable[[int], Divergence]) -> None:
+        self._num, self._make = num, make
+        self._made: dict[int, Divergence] = {}
+        self._changes: list[Callable[[Divergence], None]] = []
+
+    def change(self, change: Callable[[Divergence], None]) -> None:
+        """Applies a change to every entry, to those that are not made yet when they are."""
+        self._changes.append(change)
+        for entry in self._made.values():
+            change(entry)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self._num
+
+    @overload
+    def __getitem__(self, at: int) -> Divergence: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Divergence]: ...
+    def __getitem__(self, at: int | slice) -> Divergence | list[Divergence]:
+        """One entry, or a list of some."""
+        numbers = range(self._num)[at]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        if numbers not in self._made:
+            entry = self._made[numbers] = self._make(numbers)
+            for change in self._changes:
+                change(entry)
+        return self._made[numbers]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether another sequence has equal entries in the same order."""
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(ours == theirs for ours, theirs in zip(self, other, strict=True))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(repr(entry) for entry in self[:3])
+        return f"[{shown}{', ...' if len(self) > 3 else ''}] ({len(self):,} entries)"
+
+
+def divergences(
+    a: Trace, b: Trace, detail: TraceComparison, prompt_ids: list[str]
+) -> tuple[Divergence | None, list[Divergence], Entries]:
+    """Turns differing ops into entries, in execution order: (the first, origins, carriers); sizes are filled in later."""
+
+    def entry(at: int) -> Divergence:
+        return _divergence(a, b, detail.ops[at], prompt_ids)
+
+    ops = detail.ops
+    at_origins, at_carriers = np.flatnonzero(ops.is_origin).tolist(), np.flatnonzero(ops.differs & ~ops.is_origin).tolist()
+    origins = [entry(at) for at in at_origins]
+    carriers = Entries(len(at_carriers), lambda number: entry(at_carriers[number]))
+    if at_origins and not (at_carriers and at_carriers[0] < at_origins[0]):
+        return origins[0], origins, carriers
+    return (carriers[0] if at_carriers else None), origins, carriers
 
 
 def _divergence(a: Trace, b: Trace, found: OpComparison, prompt_ids: list[str]) -> Divergence:

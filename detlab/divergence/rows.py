@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import numpy as np
 
-from detlab.divergence.align import Aligner, CallPair, pair_calls
-from detlab.trace.records import REGION, Array, OpRecord, TensorRecord, Trace, split_keys, without_copy
+from detlab.divergence.align import Aligner, CallPair, OpAlignment, pair_calls
+from detlab.divergence.inputs import ANSWERS, CARRIER, IDENTICAL, ORIGIN, InputAnswers, InputJudge
+from detlab.divergence.sides import Sides, region_as_op
+from detlab.trace.records import REGION, Array, OpRecord, TensorRecord, Trace
 
-IDENTICAL, CARRIER, ORIGIN = 1, 2, 3
+__all__ = ["CARRIER", "IDENTICAL", "ORIGIN", "OpComparison", "OpComparisons", "TraceComparison", "compare_traces"]
+
+#: Rows that are compared in one step: enough that numpy's calls do not matter, and small beside the traces.
+STEP_ROWS = 1 << 20
 
 
 @dataclass
@@ -18,7 +26,7 @@ class OpComparison:
 
     Attributes:
         a, b: indices into the traces' ops.
-        keys: row keys compared (`align.split_keys` gives prompt and position).
+        keys: row keys compared (`records.split_keys` gives prompt and position).
         state: uint8 per row: 1 identical, 2 carrier (differs, and so did an input), 3 origin (differs, inputs matched).
         inputs: what the first differing row's inputs looked like: name -> "matched", "differs" or "unknown".
     """
@@ -33,6 +41,63 @@ class OpComparison:
     def differs(self) -> bool:
         """Whether any row differs."""
         return bool((self.state > IDENTICAL).any())
+
+
+@dataclass(eq=False)
+class Block:
+    """Ops that have the same rows: their states, [ops, rows], and what is known of the inputs of those that differ."""
+
+    a: Array
+    b: Array
+    keys: Array
+    state: Array
+    inputs: list[InputAnswers]
+
+    def inputs_of(self, row: int) -> dict[str, str]:
+        """What is known of the inputs of one op; nothing where it does not differ."""
+        for ops, names, answers in self.inputs:
+            at = int(np.searchsorted(ops, row))
+            if at < len(ops) and ops[at] == row:
+                return {name: ANSWERS[answer] for name, answer in zip(names, answers[at].tolist(), strict=True)}
+        return {}
+
+
+class OpComparisons(Sequence[OpComparison]):
+    """Every op that was compared, in the order of trace a; an `OpComparison` is made when it is asked for.
+
+    Attributes:
+        differs, is_origin: per op, whether any of its rows differs, and whether any is an origin.
+    """
+
+    def __init__(self, blocks: Sequence[Block] = ()) -> None:
+        self._blocks = blocks
+        ops = np.concatenate([np.zeros(0, np.int64), *(block.a for block in blocks)])
+        order = np.argsort(ops, kind="stable")  # an op that is compared with several calls of b keeps their order
+        sizes = [len(block.a) for block in blocks]
+        self._block = np.repeat(np.arange(len(blocks)), sizes)[order]
+        self._row = np.concatenate([np.zeros(0, np.int64), *(np.arange(size) for size in sizes)])[order]
+        worst = np.concatenate([np.zeros(0, np.uint8), *(block.state.max(1) for block in blocks)])[order]
+        self.differs = worst > IDENTICAL
+        self.is_origin = worst == ORIGIN
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._row)
+
+    @overload
+    def __getitem__(self, at: int) -> OpComparison: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[OpComparison]: ...
+    def __getitem__(self, at: int | slice) -> OpComparison | list[OpComparison]:
+        """One of them."""
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        block, row = self._blocks[self._block[at]], int(self._row[at])
+        return OpComparison(int(block.a[row]), int(block.b[row]), block.keys, block.state[row], block.inputs_of(row))
+
+    def differing(self) -> Iterator[OpComparison]:
+        """Those with a row that differs."""
+        return (self[at] for at in np.flatnonzero(self.differs).tolist())
 
 
 @dataclass(frozen=True)
@@ -65,7 +130,7 @@ class TraceComparison:
         outputs: modules whose outputs differ and were made by ops that do not correspond (a hook that changes them, say).
     """
 
-    ops: list[OpComparison] = field(default_factory=list)
+    ops: OpComparisons = field(default_factory=OpComparisons)
     only_a: list[int] = field(default_factory=list)
     only_b: list[int] = field(default_factory=list)
     incomparable: list[tuple[int, int, str]] = field(default_factory=list)
@@ -75,160 +140,6 @@ class TraceComparison:
     outputs: list[ModuleDifference] = field(default_factory=list)
 
 
-class RowComparer:
-    """Compares the rows of tensors of two traces, remembering what it has compared."""
-
-    def __init__(self, a: Trace, b: Trace) -> None:
-        self.a, self.b = a, b
-        self._diffs: dict[tuple[int, int], tuple[Array, Array] | None] = {}
-        self._joins: dict[tuple[int, int], tuple[Array, Array | None, Array | None]] = {}
-        self._chosen: dict[tuple[int, int], tuple[Array, Array]] = {}
-        self._kept: list[Array] = []  # arrays whose id() is a key above must stay alive
-
-    def compare(self, a: int, b: int) -> tuple[Array, Array] | None:
-        """(common row keys, whether the rows are equal) of two tensors; None where rows cannot be compared."""
-        at = (a, b)
-        if at not in self._diffs:
-            self._diffs[at] = self._compare(a, b)
-        return self._diffs[at]
-
-    def _compare(self, a: int, b: int) -> tuple[Array, Array] | None:
-        ta, tb = self.a.tensors[a], self.b.tensors[b]
-        if ta.status != "rows" or tb.status != "rows" or ta.width != tb.width or ta.dtype != tb.dtype:
-            return None
-        keys_a, digests_a = self.a.rows(a)
-        keys_b, digests_b = self.b.rows(b)
-        join = (id(keys_a), id(keys_b))
-        found = self._joins.get(join)
-        if found is None:
-            if np.array_equal(keys_a, keys_b):
-                found = (keys_a, None, None)
-            else:
-                found = np.intersect1d(keys_a, keys_b, return_indices=True)
-            self._joins[join] = found
-            self._kept += [keys_a, keys_b, found[0]]
-        keys, at_a, at_b = found
-        if at_a is None or at_b is None:
-            return keys, digests_a == digests_b
-        return keys, digests_a[at_a] == digests_b[at_b]
-
-    def chosen(self, keys: Array, pair: CallPair) -> tuple[Array, Array]:
-        """Which rows belong to a pair of calls, and their keys; rows of a whole prompt belong where any of its tokens does.
-
-        The same arrays every time, so that what is worked out for one op's rows serves the next op's.
-        """
-        at = (id(keys), id(pair))
-        found = self._chosen.get(at)
-        if found is None:
-            if np.array_equal(keys, pair.keys):
-                found = (np.ones(len(keys), bool), keys)
-            else:
-                prompt, position = split_keys(keys)
-                inside = np.isin(without_copy(keys), pair.keys) | ((position == -2) & np.isin(prompt, pair.prompts))
-                found = (inside, keys[inside])
-            self._chosen[at] = found
-            self._kept.append(keys)
-        return found
-
-    def are_one_call(self, pair: CallPair) -> bool:
-        """Whether both calls were given the same tokens in the same slots, mates and padding included."""
-        a, b = self.a.calls[pair.a], self.b.calls[pair.b]
-        if a.query != b.query:
-            return False
-        tables = ((a.prompts, b.prompts), (a.positions, b.positions), (a.tokens, b.tokens))
-        return all(np.array_equal(ours, theirs) for ours, theirs in tables)
-
-    def whole_equal(self, a: int, b: int) -> bool | None:
-        """Whether two tensors without rows are equal; None where they cannot be compared."""
-        ta, tb = self.a.tensors[a], self.b.tensors[b]
-        if ta.status == "rows" or tb.status == "rows":
-            return None
-        if len(ta.digests) == len(tb.digests) == 1 and ta.width == tb.width and ta.dtype == tb.dtype:
-            return bool(ta.digests[0] == tb.digests[0])
-        stored = ("parameter", "buffer")
-        if ta.kind in stored and tb.kind in stored:
-            return False  # a weight of another shape or dtype is another weight
-        if ta.shape != tb.shape or ta.dtype != tb.dtype or len(ta.digests) != len(tb.digests):
-            return None
-        return bool(np.array_equal(ta.digests, tb.digests))
-
-    def inputs(
-        self, op_a: OpRecord, op_b: OpRecord, rows: Array, which: Array
-    ) -> tuple[Array, dict[str, Array | None]]:
-        """Tells for output rows whether the inputs they saw matched.
-
-        Args:
-            op_a, op_b: the op in both traces.
-            rows: sorted keys of all output rows.
-            which: the rows that are asked about, as indices into ``rows``.
-
-        Returns:
-            (matched, by_input): whether every input that both sides have is known to match, per row; and per input its own
-            answer, None where it cannot be compared (rows of another form, or an input that only one side has).
-        """
-        keys = rows[which]
-        matched = np.ones(len(keys), bool)
-        by_input: dict[str, Array | None] = {}
-        of_b = {name: (number, relation) for name, number, relation in op_b.inputs}
-        for name, number_a, relation in op_a.inputs:
-            if name not in of_b or relation == "place":
-                by_input[name] = None
-                continue
-            answer = self._input(number_a, of_b[name][0], relation, keys, rows, which)
-            by_input[name] = answer
-            matched &= False if answer is None else answer
-        for name in of_b:
-            by_input.setdefault(name, None)
-        return matched, by_input
-
-    def _input(self, a: int, b: int, relation: str, keys: Array, rows: Array, which: Array) -> Array | None:
-        whole = self.whole_equal(a, b)
-        if whole is not None:
-            return np.full(len(keys), whole)
-        found = self.compare(a, b)
-        if found is None or not len(found[0]):
-            return None
-        in_keys, equal = found
-        if relation == "row":
-            # Tensors of one layout share their array of keys: row i saw row i.
-            return equal[which] if in_keys is rows else _same_row(in_keys, equal, keys)
-        # Context: every row of the same prompt up to the row's own position must match.
-        prompt, position = split_keys(keys)
-        in_prompt, in_position = split_keys(in_keys)
-        answer = np.ones(len(keys), bool)
-        for name in np.unique(prompt):
-            mine = in_prompt == name
-            broken = in_position[mine & ~equal]
-            first = broken.min() if len(broken) else None
-            rows = prompt == name
-            if first is not None:
-                answer[rows] = (position[rows] >= 0) & (position[rows] < first)
-        return answer
-
-
-def _same_row(in_keys: Array, equal: Array, keys: Array) -> Array:
-    """Whether each output row's own input row matched; a row that the input does not have counts as matched."""
-    tokens_in = without_copy(in_keys)
-    if not np.array_equal(tokens_in, in_keys):
-        # Copies are numbered in the order in which a tensor holds them, which sorting by expert changes: all must match.
-        in_keys, first = np.unique(tokens_in, return_inverse=True)
-        gathered = np.ones(len(in_keys), bool)
-        np.logical_and.at(gathered, first, equal)
-        equal = gathered
-    keys = without_copy(keys)  # a token is sent to several places: each copy saw the token's row
-    at = np.searchsorted(in_keys, keys)
-    inside = (at < len(in_keys)) & (in_keys[np.minimum(at, len(in_keys) - 1)] == keys)
-    answer = np.ones(len(keys), bool)
-    answer[inside] = equal[at[inside]]
-    if not inside.all():  # a row of the whole prompt sees all its tokens' rows, and each of those sees it
-        prompt, position = split_keys(keys)
-        in_prompt, in_position = split_keys(in_keys)
-        broken, broken_whole = in_prompt[~equal], in_prompt[~equal & (in_position == -2)]
-        answer[~inside & (position == -2)] = ~np.isin(prompt[~inside & (position == -2)], broken)
-        answer[~inside & (position >= 0)] = ~np.isin(prompt[~inside & (position >= 0)], broken_whole)
-    return answer
-
-
 def compare_traces(a: Trace, b: Trace, limits: dict[int, int] | None = None) -> TraceComparison:
     """Compares every op that two traces have in common, row by row.
 
@@ -236,136 +147,152 @@ def compare_traces(a: Trace, b: Trace, limits: dict[int, int] | None = None) -> 
         a, b: the traces; their prompts have the same numbers.
         limits: per prompt, the first position that is left out.
     """
-    result = TraceComparison()
-    comparer = RowComparer(a, b)
-    aligner = Aligner()
-    ops_a, ops_b = _computing(a), _computing(b)
-    seen_a: set[int] = set()
-    seen_b: set[int] = set()
-    pairs = pair_calls(a, b, limits)
-    outputs_a, outputs_b = _outputs_by_call(a), _outputs_by_call(b)
-    for pair in pairs:
-        list_a, list_b = ops_a.get(pair.a, []), ops_b.get(pair.b, [])
-        alignment = aligner(_program(a, list_a), _program(b, list_b))
-        if pair.a not in seen_a:
-            result.only_a += [list_a[i].index for i in alignment.only_a]
-        if pair.b not in seen_b:
-            result.only_b += [list_b[j].index for j in alignment.only_b]
-        seen_a.add(pair.a)
-        seen_b.add(pair.b)
-        for i, j in alignment.pairs:
-            result.aligned.setdefault(list_a[i].index, list_b[j].index)
-            _compare_op(result, comparer, pair, list_a[i], list_b[j])
-        for region in [list_a[i] for i in alignment.only_a if list_a[i].op == REGION]:
-            _compare_op(result, comparer, pair, region, _as_region(b, pair.b, region.module))
-        for region in [list_b[j] for j in alignment.only_b if list_b[j].op == REGION]:
-            _compare_op(result, comparer, pair, _as_region(a, pair.a, region.module), region)
-        _compare_outputs(result, comparer, pair, outputs_a.get(pair.a, {}), outputs_b.get(pair.b, {}))
-    result.ops.sort(key=lambda op: op.a)
-    return result
+    return _TraceComparer(a, b).compare(pair_calls(a, b, limits))
 
 
-def _computing(trace: Trace) -> dict[int, list[OpRecord]]:
-    calls: dict[int, list[OpRecord]] = {}
-    for op in trace.ops:
-        if not op.is_view and op.call >= 0 and op.module != "(outside)":
-            calls.setdefault(op.call, []).append(op)
-    return calls
+class _TraceComparer:
+    """Compares pair of calls by pair of calls; in each, ops whose outputs have the same rows are compared in one step."""
+
+    def __init__(self, a: Trace, b: Trace) -> None:
+        self._sides = Sides(a, b)
+        self._judge = InputJudge(self._sides)
+        self._aligner = Aligner()
+        self._result = TraceComparison()
+        self._blocks: list[Block] = []
+        self._outputs_a, self._outputs_b = _outputs_by_call(a), _outputs_by_call(b)
+
+    def compare(self, pairs: list[CallPair]) -> TraceComparison:
+        sides, result = self._sides, self._result
+        seen_a: set[int] = set()
+        seen_b: set[int] = set()
+        for pair in pairs:
+            ops_a, ops_b = sides.a.of_call(pair.a), sides.b.of_call(pair.b)
+            alignment = self._align(ops_a, ops_b)
+            only_a = [sides.a.ops[i] for i in ops_a[list(alignment.only_a)].tolist()]
+            only_b = [sides.b.ops[i] for i in ops_b[list(alignment.only_b)].tolist()]
+            if pair.a not in seen_a:
+                result.only_a += [op.index for op in only_a]
+            if pair.b not in seen_b:
+                result.only_b += [op.index for op in only_b]
+            seen_a.add(pair.a)
+            seen_b.add(pair.b)
+            matches = np.array(alignment.pairs, np.int64).reshape(-1, 2)
+            aligned = self._compare_ops(pair, ops_a[matches[:, 0]], ops_b[matches[:, 1]])
+            for region in [op for op in only_a if op.op == REGION]:
+                other = region_as_op(sides.b.trace, pair.b, region.module, REGION)
+                self._compare_some(pair, [(region, other)])
+            for region in [op for op in only_b if op.op == REGION]:
+                other = region_as_op(sides.a.trace, pair.a, region.module, REGION)
+                self._compare_some(pair, [(other, region)])
+            self._compare_outputs(pair, aligned)
+        result.ops = OpComparisons(self._blocks)
+        return result
+
+    def _align(self, ops_a: Array, ops_b: Array) -> OpAlignment:
+        a, b = self._sides.a, self._sides.b
+        if not (a.reads_experts or b.reads_experts) and np.array_equal(a.op_code[ops_a], b.op_code[ops_b]):
+            return OpAlignment(tuple((i, i) for i in range(len(ops_a))), (), ())
+        return self._aligner(a.program(ops_a), b.program(ops_b))
+
+    def _compare_ops(self, pair: CallPair, at_a: Array, at_b: Array) -> dict[int, int]:
+        """Compares aligned ops, those of one output in steps; returns which op of a is which of b in this pair."""
+        a, b = self._sides.a, self._sides.b
+        ops = [(a.ops[i], b.ops[j]) for i, j in zip(at_a.tolist(), at_b.tolist(), strict=True)]
+        aligned = {op_a.index: op_b.index for op_a, op_b in ops}
+        for op_a, op_b in aligned.items():
+            self._result.aligned.setdefault(op_a, op_b)
+        outs_a, outs_b = a.op_output[at_a], b.op_output[at_b]
+        is_single = (a.op_num_outputs[at_a] == 1) & (b.op_num_outputs[at_b] == 1)
+        codes = np.where(is_single, self._sides.codes(outs_a, outs_b), -1)
+        for code in np.unique(codes[codes >= 0]).tolist():
+            which = np.flatnonzero(codes == code)
+            self._compare_block(pair, [ops[i] for i in which.tolist()], [(code, outs_a[which], outs_b[which])])
+        self._compare_some(pair, [ops[i] for i in np.flatnonzero(codes < 0).tolist()])
+        return aligned
+
+    def _compare_some(self, pair: CallPair, ops: list[tuple[OpRecord, OpRecord]]) -> None:
+        """Compares ops of any number of outputs; what has no rows, or other ones, is listed."""
+        result, sides = self._result, self._sides
+        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for number, (op_a, op_b) in enumerate(ops):
+            outputs = list(zip(op_a.outputs, op_b.outputs, strict=False))
+            codes = tuple(sides.codes(*np.array(outputs, np.int64).reshape(-1, 2).T).tolist())
+            alike[codes].append(number)
+            for (out_a, out_b), code in zip(outputs, codes, strict=True):
+                ta, tb = sides.a.trace.tensors[out_a], sides.b.trace.tensors[out_b]
+                if code < 0 and ta.status == tb.status == "rows":
+                    result.incomparable.append((op_a.index, op_b.index, _why(ta, tb)))
+                elif code < 0 and "unlaid" in (ta.status, tb.status) and sides.are_one_call(pair):
+                    if sides.whole_equal(out_a, out_b) is False:
+                        result.unlaid_differ.append(op_a.index)
+        for codes, numbers in alike.items():
+            members = [ops[i] for i in numbers]
+            outputs_a, outputs_b = (np.array([op[side].outputs[: len(codes)] for op in members]) for side in (0, 1))
+            slots = [(code, outputs_a[:, k], outputs_b[:, k]) for k, code in enumerate(codes) if code >= 0]
+            self._compare_block(pair, members, slots)
+
+    def _compare_block(
+        self, pair: CallPair, ops: list[tuple[OpRecord, OpRecord]], outputs: list[tuple[int, Array, Array]]
+    ) -> None:
+        """Compares ops that have the same rows.
+
+        Args:
+            pair: the calls.
+            ops: each op in both traces.
+            outputs: (code of the layouts, tensors of a, tensors of b), once per output that can be compared.
+        """
+        joins = [self._sides.join(code) for code, _, _ in outputs]
+        chosen = [self._sides.chosen(join, pair) for join in joins]
+        self._result.rows_compared += len(ops) * sum(len(keys) for _, keys in chosen)
+        if not chosen or not len(chosen[0][1]):
+            return
+        keys = chosen[0][1]
+        state = np.empty((len(ops), len(keys)), np.uint8)
+        inputs: list[InputAnswers] = []
+        step = max(1, STEP_ROWS // len(joins[0].keys))
+        for start in range(0, len(ops), step):
+            some = slice(start, start + step)
+            equal = np.ones(state[some].shape, bool)
+            for join, (inside, own), (_, a, b) in zip(joins, chosen, outputs, strict=True):
+                if own is keys or np.array_equal(own, keys):  # several outputs: a row is identical where all of them are
+                    equal &= self._sides.equal(join, a[some], b[some])[:, inside]
+            state[some], found = self._judge.judge(ops[some], keys, equal)
+            inputs += [told._replace(ops=told.ops + start) for told in found]
+        index_a, index_b = (np.array([op[side].index for op in ops], np.int64) for side in (0, 1))
+        self._blocks.append(Block(index_a, index_b, keys, state, inputs))
+
+    def _compare_outputs(self, pair: CallPair, aligned: dict[int, int]) -> None:
+        """Compares what modules returned, where the ops that made it do not correspond: no op's own comparison shows that."""
+        sides, result = self._sides, self._result
+        of_b = self._outputs_b.get(pair.b, {})
+        for name, output in self._outputs_a.get(pair.a, {}).items():
+            other = of_b.get(name)
+            if other is None:
+                continue
+            made_a, made_b = sides.a.trace.tensors[output].op, sides.b.trace.tensors[other].op
+            if aligned.get(made_a) == made_b:
+                continue
+            numbers = np.array([output]), np.array([other])
+            (code,) = sides.codes(*numbers).tolist()
+            if code < 0:
+                continue
+            join = sides.join(code)
+            inside, keys = sides.chosen(join, pair)
+            parted = keys[~sides.equal(join, *numbers)[0, inside]]
+            if len(parted):
+                result.outputs.append(ModuleDifference(name[0], made_a, made_b, parted))
 
 
 def _outputs_by_call(trace: Trace) -> dict[int, dict[tuple[str, int], int]]:
     """Call -> (module, how often it was called before) -> the tensor it returned."""
-    calls: dict[int, dict[tuple[str, int], int]] = {}
+    calls: dict[int, dict[tuple[str, int], int]] = defaultdict(dict)
+    times: dict[tuple[int, str], int] = defaultdict(int)
     for record in trace.modules:
         if record.output >= 0 and trace.tensors[record.output].op >= 0:
-            seen = calls.setdefault(record.call, {})
-            occurrence = 0
-            while (record.module, occurrence) in seen:
-                occurrence += 1
-            seen[record.module, occurrence] = record.output
+            at = (record.call, record.module)
+            calls[record.call][record.module, times[at]] = record.output
+            times[at] += 1
     return calls
-
-
-def _compare_outputs(result: TraceComparison, comparer: RowComparer, pair: CallPair,
-                     of_a: dict[tuple[str, int], int], of_b: dict[tuple[str, int], int]) -> None:  # fmt: skip
-    """Compares what modules returned, where the ops that made it do not correspond: no op's own comparison shows that."""
-    for name, output in of_a.items():
-        other = of_b.get(name)
-        if other is None:
-            continue
-        made_a, made_b = comparer.a.tensors[output].op, comparer.b.tensors[other].op
-        if result.aligned.get(made_a) == made_b:
-            continue
-        found = comparer.compare(output, other)
-        if found is None:
-            continue
-        chosen, keys = comparer.chosen(found[0], pair)
-        parted = keys[~found[1][chosen]]
-        if len(parted):
-            result.outputs.append(ModuleDifference(name[0], made_a, made_b, parted))
-
-
-def _program(trace: Trace, ops: list[OpRecord]) -> tuple[tuple[str, str], ...]:
-    """What a call computes, as (module, op).
-
-    An op that reads a part of a parameter (one expert's weight) names the part, and so do the ops of that module that follow
-    it: two runs that visit other experts are not held against each other expert by expert.
-    """
-    program = []
-    part, owner = "", ""
-    for op in ops:
-        for _, number, relation in op.inputs:
-            if relation == "whole" and trace.tensors[number].name.endswith("]"):
-                part, owner = f" with {trace.tensors[number].name}", op.module
-        if part and op.module != owner and not op.module.startswith(f"{owner}."):
-            part = ""
-        program.append((op.module, op.op + part))
-    return tuple(program)
-
-
-def _as_region(trace: Trace, call: int, module: str) -> OpRecord:
-    """A module's call as one op, to be held against the compiled region that the other run made of it."""
-    for record in trace.modules:
-        if record.call == call and record.module == module and record.output >= 0:
-            given = [(n, t, "row" if trace.tensors[t].status == "rows" else "whole") for n, t in record.inputs]
-            read = {t for op in trace.ops[record.first_op : record.end_op] for _, t, _ in op.inputs}
-            stored = [trace.tensors[t] for t in sorted(read) if trace.tensors[t].kind == "parameter"]
-            inputs = (*given, *((t.name.removeprefix(f"{module}."), t.number, "whole") for t in stored))
-            return OpRecord(trace.tensors[record.output].op, call, module, REGION, 0, inputs, (record.output,))
-    return OpRecord(-1, call, module, REGION, 0, (), ())
-
-
-def _compare_op(result: TraceComparison, comparer: RowComparer, pair: CallPair, op_a: OpRecord, op_b: OpRecord) -> None:
-    keys: Array | None = None
-    equal: Array | None = None
-    for out_a, out_b in zip(op_a.outputs, op_b.outputs, strict=False):
-        ta, tb = comparer.a.tensors[out_a], comparer.b.tensors[out_b]
-        found = comparer.compare(out_a, out_b)
-        if found is None:
-            if ta.status == tb.status == "rows":
-                result.incomparable.append((op_a.index, op_b.index, _why(ta, tb)))
-            elif "unlaid" in (ta.status, tb.status) and comparer.are_one_call(pair):
-                if comparer.whole_equal(out_a, out_b) is False:
-                    result.unlaid_differ.append(op_a.index)
-            continue
-        chosen, chosen_keys = comparer.chosen(found[0], pair)
-        result.rows_compared += len(chosen_keys)
-        if keys is None or equal is None:
-            keys, equal = chosen_keys, found[1][chosen]
-        elif keys is chosen_keys or np.array_equal(keys, chosen_keys):
-            equal = equal & found[1][chosen]  # several outputs: a row is identical where all of them are
-    if keys is None or equal is None or not len(keys):
-        return
-    state = np.full(len(keys), IDENTICAL, np.uint8)
-    named: dict[str, str] = {}
-    if not equal.all():
-        bad = np.flatnonzero(~equal)
-        matched, by_input = comparer.inputs(op_a, op_b, keys, bad)
-        state[bad] = np.where(matched, ORIGIN, CARRIER)
-        # Describe the row that matters most: the first origin row where there is one.
-        at = int(np.flatnonzero(matched)[0]) if matched.any() else 0
-        named = {n: "unknown" if v is None else ("matched" if v[at] else "differs") for n, v in by_input.items()}
-    result.ops.append(OpComparison(op_a.index, op_b.index, keys, state, named))
 
 
 def _why(a: TensorRecord, b: TensorRecord) -> str:

@@ -259,11 +259,8 @@ class Trace:
     @property
     def unlaid(self) -> list[OpRecord]:
         """Ops that computed a tensor whose rows could not be followed."""
-        return [
-            op
-            for op in self.ops
-            if not op.is_view and op.module != "(outside)" and any(self.tensors[o].status == "unlaid" for o in op.outputs)
-        ]
+        lost = {t.number for t in self.tensors if t.status == "unlaid"}
+        return [op for op in self.ops if not (op.is_view or lost.isdisjoint(op.outputs) or op.module == "(outside)")]
 
     def save(self, path: str | Path) -> Path:
         """Saves the trace in a folder that `load_trace` reads; `Run.save` saves a whole run."""
