@@ -19,6 +19,7 @@ drawing: Maddison, Tarlow and Minka, "A* sampling", NeurIPS 2014.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -27,16 +28,17 @@ from numpy.typing import NDArray
 
 from detlab.errors import UsageError
 
-__all__ = ["check_request", "check_seed", "gumbels", "is_whole", "log", "philox", "uniforms"]
+__all__ = ["check_request", "check_seed", "gumbels", "gumbels_of_rows", "is_whole", "log", "philox", "uniforms"]
 
 Floats = NDArray[np.float64]
 Words = NDArray[np.uint64]  # 32-bit words, each in 64 bits: room for a product
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
+_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))  # golden ratio, sqrt(3) - 1
 _ROUNDS = 10
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _VERSION = b"detlab stream 1"
+_CHUNK = 1 << 12  # numbers computed at a time, so that what is computed on the way stays in the cache
 
 
 # ------------------------------------------------------------------------------------------------------ what is asked for
@@ -70,12 +72,11 @@ def _check_position(position: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------- random bits
-def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
     """Philox4x32-10: four random 32-bit words for each counter of four words, under a key of two.
 
     Args:
-        counter: four uint64 arrays of one shape (or that broadcast), values below 2**32.
-        key: two numbers below 2**32.
+        counter, key: four and two uint64 arrays of one shape (or that broadcast), values below 2**32.
 
     Returns:
         Four uint64 arrays, values below 2**32.
@@ -87,21 +88,20 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> 
     for _ in range(_ROUNDS):
         left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # 32 x 32 -> 64 bits: exact
         c0, c1, c2, c3 = (
-            (right >> _HALF) ^ c1 ^ np.uint64(k0),
+            (right >> _HALF) ^ c1 ^ k0,
             right & _LOW,
-            (left >> _HALF) ^ c3 ^ np.uint64(k1),
+            (left >> _HALF) ^ c3 ^ k1,
             left & _LOW,
         )
-        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
 
 
 @lru_cache(maxsize=1024)
-def _stream(seed: int, request: str) -> tuple[int, int, int, int]:
+def _stream(seed: int, request: str) -> Words:
     """Four 32-bit words that name the stream of a seed and a request; two streams share them with probability 2**-128."""
     said = _VERSION + seed.to_bytes(8, "little") + request.encode("utf-8", "surrogatepass")
-    words = np.frombuffer(hashlib.sha256(said).digest()[:16], dtype="<u4")
-    return int(words[0]), int(words[1]), int(words[2]), int(words[3])
+    return np.frombuffer(hashlib.sha256(said).digest()[:16], dtype="<u4").astype(np.uint64)
 
 
 def uniforms(seed: int, request: str, position: int, n: int, at: NDArray[np.int64] | None = None) -> Floats:
@@ -120,20 +120,34 @@ def uniforms(seed: int, request: str, position: int, n: int, at: NDArray[np.int6
     Raises:
         UsageError: a seed, request, position, count or index that is not possible.
     """
-    k0, k1, c2, c3 = _stream(check_seed(seed), check_request(request))
+    stream, place = _stream(check_seed(seed), check_request(request)), _check_position(position)
     if not is_whole(n, 1 << 33):
         raise UsageError(f"n={n!r} is not possible; give how many numbers, from 0 to 2**33 - 1.")
-    if at is not None and at.size and not (at.min() >= 0 and at.max() < n):
-        raise UsageError(f"at holds {at.min()}..{at.max()}; the indices of n={n} numbers are 0..{n - 1}.")
-    # A block of four words makes two uniforms, of index 2 * block and 2 * block + 1.
-    blocks = np.arange((n + 1) // 2, dtype=np.uint64) if at is None else at.astype(np.uint64) >> np.uint64(1)
-    place = np.full(1, _check_position(position), np.uint64)
-    w0, w1, w2, w3 = philox((blocks, place, np.full(1, c2, np.uint64), np.full(1, c3, np.uint64)), (k0, k1))
-    even, odd = w0 << _HALF | w1, w2 << _HALF | w3
-    bits = np.stack([even, odd], 1).reshape(-1)[:n] if at is None else np.where(at & 1, odd, even)
-    # 52 bits and a half: (2 * k + 1) has 53 bits, so it is exact in float64, and so is its product with a power of 2.
-    whole = (bits >> np.uint64(12) << np.uint64(1)) | np.uint64(1)
-    numbers: Floats = whole.astype(np.float64) * 2.0**-53
+    if at is not None:
+        if at.size and not (at.min() >= 0 and at.max() < n):
+            raise UsageError(f"at holds {at.min()}..{at.max()}; the indices of n={n} numbers are 0..{n - 1}.")
+        return _uniforms_at(stream[:, None], np.full(1, place, np.uint64), at)
+    even, odd = _blocks(stream[:, None], np.full(1, place, np.uint64), np.arange((n + 1) // 2, dtype=np.uint64))
+    return _to_floats(np.stack([even, odd], 1).reshape(-1)[:n])
+
+
+def _uniforms_at(streams: Words, positions: Words, at: NDArray[np.int64]) -> Floats:
+    """The numbers of these indices; streams uint64 [4, m], positions and indices [m], or a 1 in place of m."""
+    even, odd = _blocks(streams, positions, at.astype(np.uint64) >> np.uint64(1))
+    return _to_floats(np.where(at & 1, odd, even))
+
+
+def _blocks(streams: Words, positions: Words, blocks: Words) -> tuple[Words, Words]:
+    """128 random bits of each block, in two halves: a block makes the uniforms of index 2 * block and 2 * block + 1."""
+    k0, k1, c2, c3 = streams
+    w0, w1, w2, w3 = philox((blocks, positions, c2, c3), (k0, k1))
+    return w0 << _HALF | w1, w2 << _HALF | w3
+
+
+def _to_floats(bits: Words) -> Floats:
+    # 52 bits and a half: 2 * k + 1 has 53 bits, so it is exact in float64, and so is its product with a power of 2.
+    odd = (bits >> np.uint64(12) << np.uint64(1)) | np.uint64(1)
+    numbers: Floats = odd.astype(np.float64) * 2.0**-53
     return numbers
 
 
@@ -190,4 +204,28 @@ def gumbels(seed: int, request: str, position: int, n: int, at: NDArray[np.int64
         float64 [n], or [m] with ``at``.
     """
     numbers: Floats = -log(-log(uniforms(seed, request, position, n, at)))
+    return numbers
+
+
+def gumbels_of_rows(
+    seed: int, requests: Sequence[str], positions: Sequence[int], rows: NDArray[np.int64], at: NDArray[np.int64]
+) -> Floats:
+    """Gumbel numbers of several requests in one go, with the bits that `gumbels` gives each of them.
+
+    Args:
+        seed: 0 to 2**64 - 1.
+        requests, positions: one of each for every row.
+        rows, at: int64 [m]; the row and the index of each number that is wanted.
+
+    Returns:
+        float64 [m].
+    """
+    check_seed(seed)
+    named = [_stream(seed, check_request(request)) for request in requests]
+    places = np.array([_check_position(position) for position in positions], np.uint64)
+    numbers = np.empty(rows.size)
+    streams = np.stack(named, 1) if named else np.empty((4, 0), np.uint64)
+    for start in range(0, rows.size, _CHUNK):
+        part = slice(start, start + _CHUNK)
+        numbers[part] = -log(-log(_uniforms_at(streams[:, rows[part]], places[rows[part]], at[part])))
     return numbers

@@ -202,7 +202,6 @@ def chi_square(model, temperature: float) -> float:
     return ((statistic / df) ** (1 / 3) - (1 - 2 / (9 * df))) / (2 / (9 * df)) ** 0.5
 
 
-@pytest.mark.slow
 def test_tokens_are_drawn_from_the_softmax(table):
     assert abs(chi_square(table, 0.8)) < 3.3
     assert chi_square(table, 0.85) > 3.3  # control: a temperature that is a little off is noticed
@@ -293,6 +292,14 @@ def test_a_cache_and_chunks_of_the_prefill_move_nothing(llama):
     assert out[0, -8:].tolist() == found[0][-8:]
 
 
+def test_a_capture_sees_the_same_text(llama):
+    ids, options = torch.tensor([[72, 105, 33]]), {"max_new_tokens": 3, "do_sample": True, "num_return_sequences": 2}
+    with owned_sampling(llama, 1):
+        expected = llama.generate(ids, **options)
+        with detlab.capture(llama):
+            assert llama.generate(ids, **options).tolist() == expected.tolist()
+
+
 def padded_with(prompts, pad):
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
@@ -343,9 +350,22 @@ def test_of_equal_scores_the_lowest_token_wins():
 def test_a_draw_between_equal_sums_takes_the_lowest_token(monkeypatch):
     from detlab.engine import scores
 
-    monkeypatch.setattr(scores, "gumbels", lambda seed, request, position, n, at: np.zeros(len(at)))
+    monkeypatch.setattr(scores, "gumbels_of_rows", lambda seed, requests, positions, rows, at: np.zeros(len(at)))
     assert sample_token(torch.tensor([1.0, 3.0, 3.0, 2.0]), 0, "a", 0).item() == 1
-    assert scores.draw_rows(torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]]), 4, 0, ["a"], [0]).tolist() == [[1, 2, 4, 3]]
+    tied = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    assert scores.draw_rows(tied, 4, 0, ["a", "b"], [0, 0]).tolist() == [[1, 2, 4, 3], [1, 3, 0, 2]]
+
+
+def test_a_row_is_drawn_alike_alone_and_among_others():
+    table = torch.randint(-40, 40, (40, 300), generator=torch.Generator().manual_seed(2)).float() / 8
+    table[torch.randint(0, 2, (40, 300), generator=torch.Generator().manual_seed(3)) == 0] = -torch.inf
+    requests, positions = [f"r{i}" for i in range(40)], list(range(40))
+    alone = [sample_token(table[i], 6, requests[i], i).item() for i in range(40)]
+    assert sample_token(table, 6, requests, positions).tolist() == alone
+    assert sample_token(table.T.contiguous().T, 6, requests, positions).tolist() == alone  # other strides
+    for i in range(40):
+        assert alone[i] == int((table[i].double().numpy() + gumbels(6, requests[i], i, 300)).argmax())
+    assert sample_token(table[:0], 6, [], 0).shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

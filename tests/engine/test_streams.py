@@ -6,7 +6,7 @@ from decimal import Decimal, localcontext
 import numpy as np
 import pytest
 
-from detlab.engine.streams import gumbels, log, philox, uniforms
+from detlab.engine.streams import gumbels, gumbels_of_rows, log, philox, uniforms
 from detlab.errors import UsageError
 
 
@@ -26,8 +26,8 @@ def slow_philox(counter: list[int], key: list[int], width: int) -> list[int]:
 
 
 def fast_philox(counter: list[int], key: list[int]) -> list[int]:
-    words = tuple(np.array([word], np.uint64) for word in counter)
-    return [int(word[0]) for word in philox(words, (key[0], key[1]))]
+    c, k = ([np.array([word], np.uint64) for word in words] for words in (counter, key))
+    return [int(word[0]) for word in philox((c[0], c[1], c[2], c[3]), (k[0], k[1]))]
 
 
 # The vectors published with Random123 (its kat_vectors, philox4x32 10).
@@ -82,6 +82,14 @@ def test_some_of_the_numbers_have_the_bits_they_have_among_all():
         some, all_of_them = numbers(3, "r", 4, 1001, at), numbers(3, "r", 4, 1001)
         assert (some.view(np.int64) == all_of_them[at].view(np.int64)).all()
         assert (numbers(3, "r", 4, 50).view(np.int64) == all_of_them[:50].view(np.int64)).all()
+
+
+def test_several_requests_at_once_have_the_bits_each_has_alone():
+    rows, at = np.array([0, 0, 1, 1, 2]), np.array([0, 5, 5, 6, 99_999])
+    found = gumbels_of_rows(3, ["a", "b", "a"], [4, 4, 9], rows, at)
+    alone = [gumbels(3, "a", 4, 6)[[0, 5]], gumbels(3, "b", 4, 7)[[5, 6]], gumbels(3, "a", 9, 100_000)[[99_999]]]
+    assert (found.view(np.int64) == np.concatenate(alone).view(np.int64)).all()
+    assert gumbels_of_rows(3, [], [], rows[:0], at[:0]).shape == (0,)
 
 
 def test_seed_request_and_position_each_give_other_numbers():
