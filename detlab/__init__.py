@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from detlab.condition import Condition as Condition
+    from detlab.divergence.accumulation import accumulation_tree as accumulation_tree
     from detlab.divergence.compare import compare as compare
     from detlab.divergence.compare import first_divergence as first_divergence
     from detlab.divergence.result import Comparison as Comparison
@@ -45,6 +46,7 @@ _HOMES = {
     "Prompt": "detlab.prompts",
     "Run": "detlab.runner",
     "Trace": "detlab.trace.records",
+    "accumulation_tree": "detlab.divergence.accumulation",
     "capture": "detlab.trace.capture",
     "compare": "detlab.divergence.compare",
     "environment": "detlab.environment",

@@ -13,6 +13,7 @@ DetlabError
  +- CaptureError                     a model call that could not be observed faithfully
  +- ControlError                     an experiment whose control failed, so it shows nothing
  +- MachineError                     something this machine cannot do
+ +- AccumulationError                an op that is no sum of its terms, or whose order cannot be seen
 ```
 
 `except DetlabError` catches them all; `except ValueError` still catches bad arguments.
@@ -21,6 +22,7 @@ DetlabError
 from __future__ import annotations
 
 __all__ = [
+    "AccumulationError",
     "CaptureError",
     "ConditionError",
     "ControlError",
@@ -82,3 +84,7 @@ class ControlError(DetlabError):
 
 class MachineError(DetlabError):
     """This machine cannot do what was asked."""
+
+
+class AccumulationError(DetlabError):
+    """An op is no sum of its terms, or the order in which it adds them cannot be seen."""

@@ -9,7 +9,8 @@ import pytest
 import detlab
 
 NAMES = [
-    "Comparison", "Condition", "DetlabError", "Divergence", "Investigation", "Prompt", "Run", "Trace", "capture", "compare",
+    "Comparison", "Condition", "DetlabError", "Divergence", "Investigation", "Prompt", "Run", "Trace",
+    "accumulation_tree", "capture", "compare",
     "environment", "first_divergence", "investigate", "load_model", "load_prompts", "load_trace", "run", "sweep", "viz",
 ]  # fmt: skip
 
