@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gc
 import json
 import os
 import stat
@@ -96,6 +97,8 @@ def test_odd_records_come_back_whole(tmp_path):
         TensorRecord(2, "constant", "x (changed in place)", 0, -1, (1,), "complex64", "unlaid"),
         TensorRecord(3, "op", "", 0, 1, (2, 3), "float32", "rows", None, range(9, 3, -2), 3, parts=(1, 1)),
         TensorRecord(4, "buffer", "", 0, -1, (1,), "bool", "whole", (), (), 0),
+        TensorRecord(5, "op", "", 0, 1, (2, 3), "float32", "rows", width=3, digests=digests[:2], pairs=(2**25, 3)),
+        TensorRecord(6, "op", "", 0, 1, (0, 2**33), "float32", "rows", width=2**33, pairs=()),
     ]
     trace.ops = [
         OpRecord(0, 0, "", "mkldnn._linear_pointwise", 3, (("x", 0, "whole"), ("y[1]", 2, "context")), (1,), False, True),
@@ -195,6 +198,31 @@ def test_parts_that_do_not_fit_together(saved):
     write_manifest(saved, manifest)
     with pytest.raises(TraceCorrupt, match=r"the trace's parts do not fit together \(IndexError.*\); save it again\.$"):
         detlab.load_trace(saved)
+
+
+@pytest.mark.parametrize("name", ["ops.call", "ops.inputs.tensor", "ops.inputs.num", "tensors.layout", "digests", "shapes"])
+@pytest.mark.parametrize("length", [0, -1])
+def test_columns_of_other_lengths_do_not_fit_together(finished, name, length):
+    content, columns, shards = store.pack_trace(finished.trace)
+    columns[name] = columns[name][:length]
+    with pytest.raises(TraceCorrupt, match=r"the trace's parts do not fit together \(.*\); save it again\.$"):
+        store.unpack_trace(content, columns, shards)
+    del columns[name]
+    message = rf"the trace's parts do not fit together \(KeyError\('{name}'\)\); save it again\.$"
+    with pytest.raises(TraceCorrupt, match=message):
+        store.unpack_trace(content, columns, shards)
+
+
+def test_the_garbage_collector_is_as_before(saved):
+    assert gc.isenabled()
+    detlab.load_trace(saved)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        detlab.load_trace(saved)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("path", ["nowhere", ".", "file"])

@@ -1,7 +1,6 @@
 """Keeps traces in folders: one JSON manifest and safetensors files, checksummed, written whole or not at all.
 
-Nothing is unpickled; a manifest's file names cannot leave its folder. A trace is stored by columns, so that a long one is
-small and loads fast: one row digest costs 8 bytes, one op about 30.
+Nothing is unpickled; a manifest's file names cannot leave its folder. How a trace becomes columns is in `columns`.
 """
 
 from __future__ import annotations
@@ -15,23 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from detlab.errors import TraceCorrupt, TraceError, TraceSchema
-from detlab.trace.layout import Index
-from detlab.trace.records import Call, ModuleRecord, OpRecord, TensorRecord, Trace
-from detlab.trace.tensors import TensorStore
+from detlab.trace.columns import pack_trace as pack_trace
+from detlab.trace.columns import unpack_trace as unpack_trace
+from detlab.trace.records import Trace
 
-SCHEMA = 1
+SCHEMA = 2
 _MANIFEST = "manifest.json"
 _SHARD = "tensors-"
-_KINDS = ("op", "parameter", "buffer", "input", "cache", "constant")
-_STATUS = ("rows", "whole", "unlaid")
-_RELATIONS = ("row", "context", "whole", "place")
 
 
 # ------------------------------------------------------------------------------------------------------------ folders
@@ -157,153 +151,6 @@ def _sha256(path: Path) -> str:
 
 def _checksum(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------------------- traces
-def _numbers(values: Any) -> Tensor:
-    return torch.from_numpy(np.asarray(values, dtype=np.int64).reshape(-1))
-
-
-def _ragged(rows: list[Any]) -> tuple[Tensor, Tensor]:
-    """Joins rows of different lengths: (all values, where each row ends)."""
-    flat = [v for row in rows for v in row]
-    return _numbers(flat), _numbers(np.cumsum([len(row) for row in rows]) if rows else [])
-
-
-class _Names:
-    """Numbers strings in the order in which they come."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def __call__(self, name: str) -> int:
-        return self.numbers.setdefault(name, len(self.numbers))
-
-
-def _pack_index(index: Index | None) -> list[int]:
-    """An index as numbers: [] none, [0, start, stop, step] a range, [1, i, j, ...] a list."""
-    if index is None:
-        return []
-    if isinstance(index, range):
-        return [0, index.start, index.stop, index.step]
-    return [1, *index]
-
-
-def _unpack_index(values: list[int]) -> Index | None:
-    if not values:
-        return None
-    return range(values[1], values[2], values[3]) if values[0] == 0 else tuple(values[1:])
-
-
-def pack_trace(trace: Trace) -> tuple[dict[str, Any], dict[str, Tensor], list[Path]]:
-    """Turns a trace into a JSON part, columns, and the shards of the full tensors that were kept."""
-    names = _Names()
-    columns: dict[str, Tensor] = {}
-
-    def ragged(name: str, rows: list[Any]) -> None:
-        columns[name], columns[f"{name}.ends"] = _ragged(rows)
-
-    ops, tensors = trace.ops, trace.tensors
-    columns["ops"] = _numbers(
-        [[o.call, names(o.module), names(o.op), o.occurrence, o.is_view + 2 * o.is_factory] for o in ops]
-    )
-    ragged("ops.inputs", [[v for n, t, r in o.inputs for v in (names(n), t, _RELATIONS.index(r))] for o in ops])
-    ragged("ops.outputs", [o.outputs for o in ops])
-    columns["tensors"] = _numbers(
-        [
-            [_KINDS.index(t.kind), names(t.name), t.call, t.op, names(t.dtype), _STATUS.index(t.status), t.width]
-            for t in tensors
-        ]
-    )
-    ragged("tensors.shape", [t.shape for t in tensors])
-    ragged("tensors.batch", [_pack_index(t.batch) for t in tensors])
-    ragged("tensors.slots", [_pack_index(t.slots) for t in tensors])
-    ragged("tensors.parts", [t.parts for t in tensors])
-    ragged("tensors.pairs", [t.pairs or () for t in tensors])
-    ragged("tensors.digests", [])
-    columns["tensors.digests"] = _numbers(np.concatenate([t.digests for t in tensors]) if tensors else [])
-    columns["tensors.digests.ends"] = _numbers(np.cumsum([len(t.digests) for t in tensors]) if tensors else [])
-    columns["modules"] = _numbers(
-        [[m.call, names(m.module), names(m.class_name), m.first_op, m.end_op, m.output] for m in trace.modules]
-    )
-    ragged("modules.inputs", [[v for n, t in m.inputs for v in (names(n), t)] for m in trace.modules])
-    for call in trace.calls:
-        columns[f"call.{call.index}.prompts"] = _numbers(call.prompts)
-        columns[f"call.{call.index}.positions"] = torch.from_numpy(np.ascontiguousarray(call.positions))
-        columns[f"call.{call.index}.tokens"] = torch.from_numpy(np.ascontiguousarray(call.tokens))
-    content = {
-        "model": trace.model,
-        "notes": trace.notes,
-        "names": list(names.numbers),
-        "calls": [{"step": c.step, "query": [c.query.start, c.query.stop]} for c in trace.calls],
-    }
-    return content, columns, trace.saved.shards()
-
-
-def unpack_trace(content: dict[str, Any], columns: dict[str, Tensor], shards: Sequence[Path]) -> Trace:
-    """Rebuilds the trace that `pack_trace` took apart.
-
-    Raises:
-        TraceCorrupt: the parts do not fit together.
-    """
-    try:
-        return _unpack(content, columns, shards)
-    except (KeyError, IndexError, ValueError, TypeError) as error:
-        raise TraceCorrupt(f"the trace's parts do not fit together ({error!r}); save it again.") from error
-
-
-def _unpack(content: dict[str, Any], columns: dict[str, Tensor], shards: Sequence[Path]) -> Trace:
-    names: list[str] = content["names"]
-
-    def table(name: str, width: int) -> list[list[int]]:
-        rows: list[list[int]] = columns[name].reshape(-1, width).tolist()
-        return rows
-
-    def ragged(name: str) -> list[list[int]]:
-        flat, ends = columns[name].tolist(), columns[f"{name}.ends"].tolist()
-        starts = [0, *ends[:-1]]
-        return [flat[a:b] for a, b in zip(starts, ends, strict=True)] if ends else []
-
-    trace = Trace(model=content["model"], notes=list(content["notes"]))
-    for index, meta in enumerate(content["calls"]):
-        trace.calls.append(
-            Call(
-                index,
-                meta["step"],
-                columns[f"call.{index}.prompts"].numpy(),
-                columns[f"call.{index}.positions"].numpy(),
-                range(*meta["query"]),
-                columns[f"call.{index}.tokens"].numpy(),
-            )
-        )
-    inputs, outputs = ragged("ops.inputs"), ragged("ops.outputs")
-    for index, (call, module, op, occurrence, flags) in enumerate(table("ops", 5)):
-        triples = inputs[index]
-        named = tuple(
-            (names[triples[i]], triples[i + 1], _RELATIONS[triples[i + 2]]) for i in range(0, len(triples), 3)
-        )
-        out = tuple(outputs[index])
-        record = OpRecord(index, call, names[module], names[op], occurrence, named, out, bool(flags & 1), bool(flags & 2))
-        trace.ops.append(record)
-    shapes, batches, slots, parts, pairs = (ragged(f"tensors.{n}") for n in ("shape", "batch", "slots", "parts", "pairs"))
-    digests = columns["tensors.digests"].numpy()
-    ends = columns["tensors.digests.ends"].tolist()
-    start = 0
-    for number, (kind, name, call, op, dtype, status, width) in enumerate(table("tensors", 7)):
-        trace.tensors.append(
-            TensorRecord(
-                number, _KINDS[kind], names[name], call, op, tuple(shapes[number]), names[dtype], _STATUS[status],
-                _unpack_index(batches[number]), _unpack_index(slots[number]), width,
-                digests[start : ends[number]], tuple(parts[number]), tuple(pairs[number]) or None,
-            )  # fmt: skip
-        )
-        start = ends[number]
-    taken = ragged("modules.inputs")
-    for index, (call, module, class_name, first, end, output) in enumerate(table("modules", 6)):
-        given = tuple((names[taken[index][i]], taken[index][i + 1]) for i in range(0, len(taken[index]), 2))
-        trace.modules.append(ModuleRecord(call, names[module], names[class_name], first, end, output, given))
-    trace.saved = TensorStore(shards)
-    return trace
 
 
 def save_trace(trace: Trace, path: str | Path) -> Path:
