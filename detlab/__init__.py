@@ -18,6 +18,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from detlab.condition import Condition as Condition
+    from detlab.coverage import Coverage as Coverage
+    from detlab.coverage import coverage as coverage
+    from detlab.deterministic import apply as apply
+    from detlab.deterministic import deterministic as deterministic
+    from detlab.deterministic import restore as restore
     from detlab.divergence.accumulation import accumulation_tree as accumulation_tree
     from detlab.divergence.compare import compare as compare
     from detlab.divergence.compare import first_divergence as first_divergence
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Comparison": "detlab.divergence.result",
     "Condition": "detlab.condition",
+    "Coverage": "detlab.coverage",
     "DetlabError": "detlab.errors",
     "Divergence": "detlab.divergence.result",
     "Investigation": "detlab.investigate",
@@ -47,14 +53,18 @@ _HOMES = {
     "Run": "detlab.runner",
     "Trace": "detlab.trace.records",
     "accumulation_tree": "detlab.divergence.accumulation",
+    "apply": "detlab.deterministic",
     "capture": "detlab.trace.capture",
     "compare": "detlab.divergence.compare",
+    "coverage": "detlab.coverage",
+    "deterministic": "detlab.deterministic",
     "environment": "detlab.environment",
     "first_divergence": "detlab.divergence.compare",
     "investigate": "detlab.investigate",
     "load_model": "detlab.models",
     "load_prompts": "detlab.prompts",
     "load_trace": "detlab.runner",
+    "restore": "detlab.deterministic",
     "run": "detlab.runner",
     "sweep": "detlab.sweep",
 }
@@ -79,7 +89,7 @@ def __dir__() -> list[str]:
 
 
 class _Names(ModuleType):
-    """Keeps a public function from being hidden by the module of its name (``environment``, ``investigate``, ``sweep``)."""
+    """Keeps a public function from being hidden by the module of its name (``environment``, ``coverage``, ``sweep``, ...)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):  # what the import system sets after a first import

@@ -16,6 +16,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "cache": ("dynamic", "static", "none"),
     "attention": (None, "sdpa", "eager"),
     "dtype": (None, "float32", "bfloat16", "float16", "float64"),
+    "tier": ("stock", "invariant"),
     "autocast": (None, "bfloat16", "float16"),
     "aten_isa": (None, "default", "avx2", "avx512"),
     "mkl_isa": (None, "COMPATIBLE", "SSE2", "SSE4_2", "AVX", "AVX2", "AVX512", "AUTO"),
@@ -52,6 +53,8 @@ class Condition:
         deterministic_algorithms: sets ``torch.use_deterministic_algorithms``.
         alignment: parameters are moved to addresses this many bytes past a multiple of 64; 0 leaves them where they are.
         compile: name of a module whose forward is compiled; every module whose name ends in it.
+        tier: "stock" computes as the model is; "invariant" runs it under `detlab.deterministic`, where drawn tokens belong to
+            the request: (seed, prompt, position).
         device: "cuda", "cuda:1", ...; runs a copy of the model there. None keeps the model's own.
         aten_isa, mkl_isa, onednn_isa: caps the instruction set of ATen's, MKL's and oneDNN's kernels. They are read when
             these libraries start, so such a condition runs in a fresh process.
@@ -74,6 +77,7 @@ class Condition:
     deterministic_algorithms: bool = False
     alignment: int = 0
     compile: str | None = None
+    tier: str = "stock"
     device: str | None = None
     aten_isa: str | None = None
     mkl_isa: str | None = None
@@ -104,6 +108,11 @@ class Condition:
                 raise ConditionError(f"{name}={value!r} is not possible; give a name, or leave it out.")
         if self.top_k and not self.temperature:
             raise ConditionError(f"top_k={self.top_k} needs a temperature above 0: greedy decoding does not draw.")
+        for name in ("attention", "autocast", "compile") if self.tier != "stock" else ():
+            if getattr(self, name) is not None:
+                raise ConditionError(
+                    f"{name}={getattr(self, name)!r} contradicts tier={self.tier!r}, which computes its own way; drop one."
+                )
         if self.alignment % 2 or self.alignment >= 64:
             raise ConditionError(f"alignment={self.alignment} is not possible; give an even number of bytes below 64.")
         if self.row >= self.batch_size:
@@ -147,9 +156,7 @@ class Condition:
 
     def __str__(self) -> str:
         """What differs from the default condition, in the form that `parse` reads; "default" where nothing does."""
-        changed = [
-            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
-        ]
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         return ",".join(changed) or "default"
 
     def to_json(self) -> dict[str, Any]:

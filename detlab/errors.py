@@ -4,6 +4,7 @@
 DetlabError
  +- UsageError (also a ValueError)   an argument that cannot be right
  |   +- ConditionError               a condition that no run can have
+ |   +- CoverageError                an op that a tier does not cover
  |   +- PromptError                  a prompt, or a file of prompts, that cannot be used
  +- ModelError                       a model that is missing, damaged or lacks a tokenizer
  +- TraceError                       a trace that cannot be read or compared
@@ -26,6 +27,7 @@ __all__ = [
     "CaptureError",
     "ConditionError",
     "ControlError",
+    "CoverageError",
     "DetlabError",
     "MachineError",
     "ModelError",
@@ -48,6 +50,10 @@ class UsageError(DetlabError, ValueError):
 
 class ConditionError(UsageError):
     """A condition contradicts itself, or no run can have it."""
+
+
+class CoverageError(UsageError):
+    """A model has an op whose bits a tier cannot vouch for."""
 
 
 class PromptError(UsageError):

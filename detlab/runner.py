@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from detlab.process import child, send_model
 from detlab.prompts import Prompt, as_prompts, encode
 from detlab.serving import (
     Batch,
+    Draw,
     accepted,
     cache_argument,
     check_inputs,
@@ -41,6 +43,7 @@ from detlab.serving import (
     seeded,
     served_model,
     settings,
+    under_tier,
     vocabulary_of,
 )
 from detlab.trace.calls import CallContext
@@ -246,9 +249,7 @@ def execute(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], co
     """Executes a condition; ``here``: in this process, whose environment variables are set already."""
     check_inputs(model, prompts, inputs, new_tokens)
     if force is not None and [len(f) for f in force] != [new_tokens] * len(inputs):
-        raise UsageError(
-            f"force needs {new_tokens} tokens for each of {len(inputs)} prompts; got {[len(f) for f in force]}."
-        )
+        raise UsageError(f"force needs {new_tokens} tokens for each of {len(inputs)} prompts; got {[len(f) for f in force]}.")
     source = _Source(weakref.ref(model), prompts, tokenizer)
     if condition.variables and not here:
         made = _in_fresh_process(
@@ -268,12 +269,13 @@ def execute(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], co
         stack.enter_context(seeded(condition.seed))
         served = stack.enter_context(served_model(model, condition))
         stack.enter_context(settings(condition, device_of(served)))
+        draw = stack.enter_context(under_tier(served, condition))
         record = environment()
         if with_trace:
             forget_stored(served)
             trace = stack.enter_context(capture(served, save, observer=keep, context=context))
         for batch in batches:
-            _serve(served, batch, condition, new_tokens, force, context, tokens, logits, calls)
+            _serve(served, batch, condition, new_tokens, force, context, tokens, logits, calls, draw)
     return Run(
         condition=condition,
         prompt_ids=[p.id for p in prompts],
@@ -340,8 +342,9 @@ class _Progress:
 
 
 def _serve(model: nn.Module, batch: Batch, condition: Condition, new_tokens: int, force: list[list[int]] | None,
-           context: CallContext, tokens: list[list[int]], logits: list[list[Tensor]], progress: _Progress) -> None:  # fmt: skip
-    """Prefills a batch and decodes it greedily."""
+           context: CallContext, tokens: list[list[int]], logits: list[list[Tensor]], progress: _Progress,
+           draw: Draw | None) -> None:  # fmt: skip
+    """Prefills a batch and decodes it, greedily or drawing."""
     ids, mask = padded(batch, condition, pad_token(model))
     ids, mask = ids.to(device_of(model)), mask.to(device_of(model))
     num_rows, width = ids.shape
@@ -375,7 +378,8 @@ def _serve(model: nn.Module, batch: Batch, condition: Condition, new_tokens: int
         # The newest real token of each row: with right padding, prompts end in front of the padding.
         at = last - start if step == 0 else torch.full_like(last, out.shape[1] - 1)
         step_logits = out[torch.arange(num_rows, device=out.device), at]
-        chosen = choose(step_logits, condition)
+        own = None if draw is None else partial(draw, prompts=batch.rows, position=step)
+        chosen = choose(step_logits, condition, own)
         fed = chosen.clone()
         for row, prompt in enumerate(batch.prompts):
             if prompt < 0:

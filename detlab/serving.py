@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -272,12 +273,36 @@ def new_cache(model: nn.Module, condition: Condition, length: int) -> Any:
     return StaticCache(config=config_of(model), max_cache_len=length)
 
 
-def choose(logits: Tensor, condition: Condition) -> Tensor:
+class Draw(Protocol):
+    """Draws a token for each row, int64 [batch]."""
+
+    def __call__(self, scores: Tensor, prompts: list[list[int]], position: int) -> Tensor:
+        """Draws from scores [batch, vocab], of these prompts' token ids, the token at that generated position."""
+
+
+#: What puts a model under a tier, as "module:name" of a context manager (model, tier, seed) that yields a `Draw` or None. It is
+#: looked up by name when a condition asks for a tier, since this room knows no engine; a fresh process finds it the same way.
+TIER_HOOK = "detlab.deterministic:serving_under"
+
+
+@contextmanager
+def under_tier(model: nn.Module, condition: Condition) -> Iterator[Draw | None]:
+    """The model under the condition's tier; yields what draws tokens there (None: torch's global stream)."""
+    if condition.tier == "stock":
+        yield None
+        return
+    module, _, name = TIER_HOOK.partition(":")
+    with getattr(importlib.import_module(module), name)(model, condition.tier, condition.seed) as draw:
+        yield draw
+
+
+def choose(logits: Tensor, condition: Condition, draw: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """The next token of each row, int64 [batch]: the likeliest, or drawn from torch's global stream as ``generate`` does.
 
     Args:
         logits: [batch, vocab].
         condition: its temperature and ``top_k``.
+        draw: draws from scores [batch, vocab] instead of torch's stream.
     """
     if not condition.temperature:
         return logits.argmax(-1)
@@ -285,4 +310,4 @@ def choose(logits: Tensor, condition: Condition) -> Tensor:
     if condition.top_k:
         least = scores.topk(min(condition.top_k, scores.shape[-1])).values[:, -1:]
         scores = scores.masked_fill(scores < least, float("-inf"))
-    return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+    return torch.multinomial(scores.softmax(-1), 1)[:, 0] if draw is None else draw(scores)

@@ -63,7 +63,7 @@ class CanonicalExperts:
         experts = top_k_index.reshape(-1)
         order = experts.argsort(stable=True)
         counts = torch.bincount(experts, minlength=self.num_experts).tolist()
-        results = hidden_states.new_empty(tokens * chosen, hidden_states.shape[-1])
+        results = hidden_states.new_zeros(tokens * chosen, hidden_states.shape[-1])
         start = 0
         for expert, count in enumerate(counts[: self.num_experts]):
             if count:

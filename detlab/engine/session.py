@@ -48,6 +48,7 @@ class Session:
         self.tier = tier
         self.parts: dict[str, str] = {}
         self.products: list[CanonicalExperts | CanonicalRouter | _Linear] = []
+        self.tables: list[RotaryTable] = []
         self.threads = torch.get_num_threads()
         self.depth = 0
         self._undo: list[Callable[[], None]] = []
@@ -71,6 +72,30 @@ class Session:
                 for layer in part.layers():
                     layer.tune()
             self.threads = threads
+
+    def forget(self) -> None:
+        """Drops what calls left behind (rotary tables), so that the next call computes what the first one did."""
+        for table in self.tables:
+            table.tables.clear()
+
+    @contextmanager
+    def wrapped(self, wrap: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> Iterator[None]:
+        """Puts a wrapper, made by ``wrap(forward, kind)``, around each of the tier's parts for the length of a block."""
+        model = self.model()
+        assert model is not None
+        modules = [(model.get_submodule(name), kind) for name, kind in self.parts.items() if kind != "model"]
+        before = [module.forward for module, _ in modules]
+        try:
+            for module, kind in modules:
+                module.forward = wrap(module.forward, kind)
+            AttentionInterface.register(_ATTENTION, wrap(canonical_attention, "attention"))
+            AttentionMaskInterface.register(_ATTENTION, wrap(canonical_mask, "mask"))
+            yield
+        finally:
+            AttentionInterface.register(_ATTENTION, canonical_attention)
+            AttentionMaskInterface.register(_ATTENTION, canonical_mask)
+            for (module, _), forward in zip(modules, before, strict=True):
+                module.forward = forward
 
     def undo(self) -> None:
         """Takes everything out again, the last first."""
@@ -175,7 +200,9 @@ def _install(session: Session, model: PreTrainedModel) -> None:
         elif is_activation(module):
             session.replace(module, name, "activation", canonical_elementwise(module.forward))
         elif type(module).__name__.endswith("RotaryEmbedding"):
-            session.replace(module, name, "rotary", RotaryTable(module))
+            table = RotaryTable(module)
+            session.tables.append(table)
+            session.replace(module, name, "rotary", table)
         elif isinstance(module, PreTrainedModel):
             session.replace(module, name, "model", _guarded(session, module))
     _install_attention(session, model)

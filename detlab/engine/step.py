@@ -145,7 +145,7 @@ def _words(count: int | Tensor) -> str:
 
 def _is_sliding(function: Callable[..., Any], window: int | None) -> bool:
     """Whether a mask function is transformers' causal sliding window of that size, and nothing more."""
-    cells = getattr(function, "__closure__", None) or ()
+    cells: Any = getattr(function, "__closure__", None) or ()
     parts: Any = cells[0].cell_contents if len(cells) == 1 else ()
     others = [part for part in parts if part is not causal_mask_function] if isinstance(parts, tuple) else []
     if len(parts) != 2 or len(others) != 1:
