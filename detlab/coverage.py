@@ -138,7 +138,9 @@ def coverage(model: nn.Module, tier: str = "invariant") -> Coverage:
     Raises:
         UsageError: the tier cannot be applied to this model at all.
     """
-    with engine.applied(model, tier) as session, torch.no_grad(), ExitStack() as stack:
+    current = engine.session_of(model)
+    options = current.options if current is not None and current.tier == tier else None
+    with engine.applied(model, tier, options) as session, torch.no_grad(), ExitStack() as stack:
         here = stack.enter_context(_modules(model))
         parts = stack.enter_context(_marked(model, session))
         observer = stack.enter_context(_Observer(here, parts))

@@ -19,7 +19,7 @@ from transformers import GenerationMixin
 from detlab.coverage import Coverage, require_coverage
 from detlab.engine import session as engine
 from detlab.engine.sampling import owned_sampling, request_id, sample_token
-from detlab.engine.session import Session
+from detlab.engine.session import Options, Session
 from detlab.errors import UsageError
 
 __all__ = ["apply", "deterministic", "restore"]
@@ -30,7 +30,7 @@ _applied: weakref.WeakKeyDictionary[nn.Module, list[ExitStack]] = weakref.WeakKe
 
 @contextmanager
 def deterministic(model: nn.Module, tier: str = "invariant", *, strict: bool = True, seed: int = 0,
-                  request_ids: Sequence[str] | None = None) -> Iterator[Session]:  # fmt: skip
+                  request_ids: Sequence[str] | None = None, options: Options | None = None) -> Iterator[Session]:  # fmt: skip
     """Puts a model under a tier for the length of a block; restores it on leaving, whatever happens.
 
     Covered are ``generate`` (greedy, sampling, beams), prefill in any chunks, dynamic and static caches, and direct calls of
@@ -44,6 +44,7 @@ def deterministic(model: nn.Module, tier: str = "invariant", *, strict: bool = T
         strict: refuses a model with an op that is not covered (see `coverage`); False runs it all the same.
         seed: of sampling, 0 to 2**64 - 1.
         request_ids: names of the requests, for sampling; see `detlab.engine.sampling.owned_sampling`.
+        options: which of the tier's parts are put in, and how; None for all. With other options nothing is vouched for.
 
     Yields:
         The `Session`: tier and parts.
@@ -52,8 +53,9 @@ def deterministic(model: nn.Module, tier: str = "invariant", *, strict: bool = T
         UsageError: the model, or its state, is none that the tier covers. CoverageError: one of its ops is not covered.
         MachineError: this machine has no stable shape for one of its products.
     """
-    with engine.applied(model, tier) as session, ExitStack() as stack:
-        if strict and tier not in _vouched.setdefault(model, {}):
+    with engine.applied(model, tier, options) as session, ExitStack() as stack:
+        is_whole = session.options.only is None and session.options.is_padded
+        if strict and is_whole and tier not in _vouched.setdefault(model, {}):
             _vouched[model][tier] = require_coverage(model, tier)
         if isinstance(model, GenerationMixin):
             stack.enter_context(owned_sampling(model, seed, request_ids))

@@ -21,7 +21,7 @@ from detlab.engine.canonical import draw, ledger, name_of, one_thread
 from detlab.engine.step import Step
 from detlab.errors import MachineError, UsageError
 
-__all__ = ["AttentionRule", "attention_rule", "canonical_attention", "reference_attention"]
+__all__ = ["AttentionRule", "attention_rule", "canonical_attention", "reference_attention", "unpadded_attention"]
 
 _STEP = 16  # key counts are measured at multiples of this
 _FOLD = 64  # query rows up to which the heads of a group are folded into rows of one head
@@ -47,6 +47,9 @@ class AttentionRule:
         """The canonical number of keys that holds so many."""
         blocks, tail = divmod(count, BLOCK)
         return count if not tail else blocks * BLOCK + next(t for t in self.tails if t >= tail)
+
+
+UNPADDED = AttentionRule(granule=1, most=1024, tails=tuple(range(1, BLOCK + 1)), is_threaded=True)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -228,7 +231,7 @@ _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
 
 
 def canonical_attention(module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
-                        dropout: float = 0.0, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
+                        dropout: float = 0.0, _is_unpadded: bool = False, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
     """The attention that transformers calls: stores the new keys and values, and attends in canonical shapes.
 
     Args:
@@ -255,13 +258,18 @@ def canonical_attention(module: Any, query: Tensor, key: Any, value: Any, attent
             f"{type(module).__name__}: heads of {size} for keys and {new_values.shape[3]} for values, {heads} over {groups}; "
             "the invariant tier covers heads of one size in whole groups."
         )
-    rule = attention_rule(query.dtype, size, query.device)
+    rule = UNPADDED if _is_unpadded else attention_rule(query.dtype, size, query.device)
     keys, values = layer.room(max(step.slots_needed, rule.keys(step.slots_needed)), new_keys, new_values)
     step.store(layer, keys, values, new_keys, new_values)
     if rule.is_threaded:
         return _attend(query, keys, values, step, rule, scaling), None
     with one_thread():
         return _attend(query, keys, values, step, rule, scaling), None
+
+
+def unpadded_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """`canonical_attention` in the shapes that come, whatever the bits: the price of invariance is the difference."""
+    return canonical_attention(*args, **kwargs | {"_is_unpadded": True})
 
 
 def _check(module: Any, step: Any, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -175,6 +175,7 @@ class Ledger:
     Attributes:
         path: the file.
         measured: what this process measured or read, by name.
+        asked: names that were looked up by this process.
     """
 
     def __init__(self, folder: Path, machine: dict[str, Any]) -> None:
@@ -182,6 +183,7 @@ class Ledger:
         self.key = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.path = folder / f"{self.key}.json"
         self.measured: dict[str, dict[str, Any] | None] = {}
+        self.asked: set[str] = set()
         self._read()
 
     def _read(self) -> None:
@@ -193,6 +195,7 @@ class Ledger:
 
     def look_up(self, name: str, kind: type[Any], measure: Callable[[], Any | None]) -> Any | None:
         """Returns what is known under a name, a dataclass of that kind; measures it where nothing is."""
+        self.asked.add(name)
         if name in self.measured:
             known = self.measured[name]
             with suppress(TypeError):  # of another layout: measured again

@@ -6,7 +6,7 @@ prefill. Here a token's result is the sum over its chosen experts, the likeliest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def is_router(module: nn.Module) -> bool:
 class CanonicalExperts:
     """The forward of a module of stacked experts."""
 
-    def __init__(self, module: Any, activation: Callable[[Tensor], Tensor], what: str) -> None:
+    def __init__(self, module: Any, activation: Callable[[Tensor], Tensor], what: str, is_padded: bool = True) -> None:
         """Packs the experts' weights.
 
         Raises:
@@ -49,13 +49,13 @@ class CanonicalExperts:
             )
         self.num_experts = module.gate_up_proj.shape[0]
         self.activation = activation
-        self.up = [CanonicalLinear(weight, None, f"{what}.gate_up_proj") for weight in module.gate_up_proj.detach()]
-        self.down = [CanonicalLinear(weight, None, f"{what}.down_proj") for weight in module.down_proj.detach()]
+        self.up = [CanonicalLinear(weight, None, f"{what}.gate_up_proj", is_padded) for weight in module.gate_up_proj.detach()]
+        self.down = [CanonicalLinear(weight, None, f"{what}.down_proj", is_padded) for weight in module.down_proj.detach()]
 
-    def layers(self) -> Iterator[CanonicalLinear]:
-        """The experts' products."""
-        yield from self.up
-        yield from self.down
+    def tune(self) -> None:
+        """Looks up the rules for the number of threads now set."""
+        for layer in (*self.up, *self.down):
+            layer.tune()
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As the module's forward: [tokens, hidden] and each token's experts and weights, [tokens, chosen]."""
@@ -96,15 +96,15 @@ class _CanonicalWeights(TorchFunctionMode):
 class CanonicalRouter:
     """The forward of a router, its own but for the product with its weight."""
 
-    def __init__(self, module: Any, what: str) -> None:
+    def __init__(self, module: Any, what: str, is_padded: bool = True) -> None:
         """Packs the router's weight."""
         self.original = module.forward
-        self.layer = CanonicalLinear(module.weight, None, what)
+        self.layer = CanonicalLinear(module.weight, None, what, is_padded)
         self.known = {id(module.weight): self.layer}
 
-    def layers(self) -> Iterator[CanonicalLinear]:
-        """The router's product."""
-        yield self.layer
+    def tune(self) -> None:
+        """Looks up the rule for the number of threads now set."""
+        self.layer.tune()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward."""

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detlab.engine.canonical import RowRule, find_row_rule, ledger, name_of, one_thread, run_by_rule
+from detlab.engine.canonical import MOST_ROWS, RowRule, find_row_rule, ledger, name_of, one_thread, run_by_rule
 from detlab.errors import MachineError
 
 __all__ = ["CanonicalLinear", "reference_linear"]
 
 _GRANULES = (4, 8, 16, 32)
 _DEVICE_GRANULES = (16, 32, 64, 128, 256)
+UNPADDED = RowRule(granule=1, most=MOST_ROWS, is_threaded=True)
 _HEAVY = 8_000_000  # elements of a weight from which on fewer row counts are measured
 
 
@@ -44,15 +45,16 @@ class CanonicalLinear:
         rule: how it is called; measured for the number of threads that were set when it was made or last `tune`d.
     """
 
-    __slots__ = ("bias", "kernel", "num_in", "num_out", "packed", "rule", "weight", "_call", "_kind")
+    __slots__ = ("bias", "kernel", "num_in", "num_out", "packed", "rule", "weight", "_call", "_is_padded", "_kind")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, what: str = "linear") -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, what: str = "linear", is_padded: bool = True) -> None:
         """Packs a weight.
 
         Args:
             weight: [N, K].
             bias: [N], or None.
             what: names the layer in an error.
+            is_padded: False calls the kernel with any number of rows, whatever the bits.
 
         Raises:
             MachineError: on this machine no number of rows gives stable bits for this size.
@@ -73,11 +75,12 @@ class CanonicalLinear:
                 f"{what}: no row count gives stable bits for a {str(weight.dtype).removeprefix('torch.')} product with "
                 f"K={self.num_in}, N={self.num_out} on this machine, so this layer cannot be made invariant here."
             )
-        self.rule = rule
+        self._is_padded = is_padded
+        self.rule = rule if is_padded else UNPADDED
 
     def tune(self) -> None:
         """Looks up the rule for the number of threads that is set now; the kernel, and so the bits, stay."""
-        rule = self._measure()
+        rule = self._measure() if self._is_padded else UNPADDED
         assert rule is not None  # the kernel was chosen on one thread, whatever the number
         self.rule = rule
 

@@ -1,38 +1,59 @@
 """Puts a tier's parts into an unmodified model, and takes them out again.
 
 Nothing of a model is replaced but the ``forward`` of single modules, as attributes of the instances, the name of its attention
-implementation, and the layers of the caches that it is given. Taking the parts out leaves no trace.
+implementation, the layers of the caches that it is given, and the memory in which its weights lie while packed copies of
+them compute. Taking the parts out leaves no trace.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
-from transformers.pytorch_utils import Conv1D
 
-from detlab.engine.attention import canonical_attention
 from detlab.engine.cache import adopt
-from detlab.engine.elementwise import RotaryTable, canonical_elementwise, is_activation
-from detlab.engine.experts import CanonicalExperts, CanonicalRouter, is_experts, is_router
-from detlab.engine.linear import CanonicalLinear, weight_of
-from detlab.engine.step import canonical_mask
+from detlab.engine.shelf import Shelf
 from detlab.errors import UsageError
 
-__all__ = ["TIERS", "Session", "apply", "restore", "session_of"]
+__all__ = ["TIERS", "Options", "Session", "applied", "apply", "restore", "session_of"]
 
-TIERS = ("invariant",)
-_ATTENTION = "detlab_invariant"
+#: The tiers, and the module whose ``install(session, model)`` puts each in.
+TIERS = {"invariant": "detlab.engine.invariant"}
 _CACHES = ("cache", "past_key_values")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a tier is put in.
+
+    Attributes:
+        only: picks parts by (module name, kind); None takes all. Without some, the bits may depend on the batch again:
+            for finding the parts that a model needs, and what each costs.
+        is_padded: False leaves the calls' shapes as they are, with the tier's kernels: the price of invariance alone.
+        release: weights of which a packed copy computes are moved to a temporary file, mapped into memory, for the time.
+    """
+
+    only: Callable[[str, str], bool] | None = None
+    is_padded: bool = True
+    release: bool = True
+
+
+class Tunable(Protocol):
+    """A part whose rules depend on the number of threads."""
+
+    def tune(self) -> None:
+        """Looks up the rules for the number of threads now set."""
 
 
 class Session:
@@ -40,18 +61,26 @@ class Session:
 
     Attributes:
         tier: its name.
-        parts: what was replaced: module name -> "linear", "attention", "activation", "rotary", "experts", "router", "model".
+        options: how it was put in.
+        parts: what was replaced: module name -> "linear", "activation", "rotary", "experts", "router", "model"; the
+            attention is under "attention" where it was.
     """
 
-    def __init__(self, model: PreTrainedModel, tier: str) -> None:
+    def __init__(self, model: PreTrainedModel, tier: str, options: Options) -> None:
         self.model = weakref.ref(model)
-        self.tier = tier
+        self.tier, self.options = tier, options
         self.parts: dict[str, str] = {}
-        self.products: list[CanonicalExperts | CanonicalRouter | _Linear] = []
-        self.tables: list[RotaryTable] = []
+        self.tunables: list[Tunable] = []
+        self.forgetters: list[Callable[[], None]] = []
+        self.wrappers: list[Callable[[Callable[..., Any]], Callable[[], None]]] = []
+        self.shelf = Shelf() if options.release else None
         self.threads = torch.get_num_threads()
         self.depth = 0
         self._undo: list[Callable[[], None]] = []
+
+    def wants(self, name: str, kind: str) -> bool:
+        """Whether a part was asked for."""
+        return self.options.only is None or self.options.only(name, kind)
 
     def replace(self, module: nn.Module, name: str, kind: str, forward: Callable[..., Any]) -> None:
         """Gives one module another forward."""
@@ -61,39 +90,42 @@ class Session:
                 "undo that before detlab.deterministic."
             )
         module.forward = forward
-        self._undo.append(lambda: vars(module).pop("forward", None) and None)
+        self.on_undo(lambda: vars(module).pop("forward", None) and None)
         self.parts[name] = kind
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Remembers what takes a part out again."""
+        self._undo.append(action)
 
     def tune(self) -> None:
         """Sees to it that the rules are those of the number of threads now set: which shapes are stable depends on it."""
         threads = torch.get_num_threads()
         if threads != self.threads:
-            for part in self.products:
-                for layer in part.layers():
-                    layer.tune()
+            for part in self.tunables:
+                part.tune()
             self.threads = threads
 
     def forget(self) -> None:
         """Drops what calls left behind (rotary tables), so that the next call computes what the first one did."""
-        for table in self.tables:
-            table.tables.clear()
+        for forget in self.forgetters:
+            forget()
 
     @contextmanager
     def wrapped(self, wrap: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> Iterator[None]:
         """Puts a wrapper, made by ``wrap(forward, kind)``, around each of the tier's parts for the length of a block."""
         model = self.model()
         assert model is not None
-        modules = [(model.get_submodule(name), kind) for name, kind in self.parts.items() if kind != "model"]
+        modules = [(model.get_submodule(name), kind) for name, kind in self.parts.items() if kind not in ("model", "attention")]
         before = [module.forward for module, _ in modules]
+        undo: list[Callable[[], None]] = []
         try:
             for module, kind in modules:
                 module.forward = wrap(module.forward, kind)
-            AttentionInterface.register(_ATTENTION, wrap(canonical_attention, "attention"))
-            AttentionMaskInterface.register(_ATTENTION, wrap(canonical_mask, "mask"))
+            undo += [wrapper(functools.partial(_named, wrap)) for wrapper in self.wrappers]
             yield
         finally:
-            AttentionInterface.register(_ATTENTION, canonical_attention)
-            AttentionMaskInterface.register(_ATTENTION, canonical_mask)
+            for action in undo:
+                action()
             for (module, _), forward in zip(modules, before, strict=True):
                 module.forward = forward
 
@@ -101,6 +133,12 @@ class Session:
         """Takes everything out again, the last first."""
         while self._undo:
             self._undo.pop()()
+        if self.shelf is not None:
+            self.shelf.give_back()
+
+
+def _named(wrap: Callable[[Callable[..., Any], str], Callable[..., Any]], call: Callable[..., Any]) -> Callable[..., Any]:
+    return wrap(call, "attention")
 
 
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
@@ -112,7 +150,7 @@ def session_of(model: nn.Module) -> Session | None:
     return _sessions.get(model)
 
 
-def apply(model: nn.Module, tier: str = "invariant") -> Session:
+def apply(model: nn.Module, tier: str = "invariant", options: Options | None = None) -> Session:
     """Puts a tier into a model. Applied again, it counts: as many `restore` calls take it out.
 
     Raises:
@@ -121,21 +159,26 @@ def apply(model: nn.Module, tier: str = "invariant") -> Session:
     """
     if tier not in TIERS:
         raise UsageError(f"tier={tier!r} is not known; choose from {', '.join(TIERS)}.")
+    options = Options() if options is None else options
     with _lock:
         session = _sessions.get(model)
         if session is not None:
-            if session.tier != tier:
+            if (session.tier, session.options) != (tier, options):
                 raise UsageError(
-                    f"the model is under tier {session.tier!r} already; leave that context before entering {tier!r}."
+                    f"the model is under tier {session.tier!r} already; leave that context before entering {tier!r}"
+                    f"{' with other options' if session.tier == tier else ''}."
                 )
             session.depth += 1
             return session
         _check(model)
         assert isinstance(model, PreTrainedModel)
-        session = Session(model, tier)
+        session = Session(model, tier, options)
         try:
             with torch.no_grad():
-                _install(session, model)
+                for name, module in model.named_modules():
+                    if isinstance(module, PreTrainedModel):
+                        session.replace(module, name, "model", _guarded(session, module))
+                importlib.import_module(TIERS[tier]).install(session, model)
         except BaseException:
             session.undo()
             raise
@@ -157,9 +200,9 @@ def restore(model: nn.Module) -> None:
 
 
 @contextmanager
-def applied(model: nn.Module, tier: str = "invariant") -> Iterator[Session]:
+def applied(model: nn.Module, tier: str = "invariant", options: Options | None = None) -> Iterator[Session]:
     """`apply` for the length of a block."""
-    session = apply(model, tier)
+    session = apply(model, tier, options)
     try:
         yield session
     finally:
@@ -182,73 +225,6 @@ def _check(model: nn.Module) -> None:
         raise UsageError(f"the tier covers a model on one CPU or CUDA device; this one is on {', '.join(map(str, devices))}.")
     if model.config.is_encoder_decoder:
         raise UsageError(f"{type(model).__name__} is an encoder-decoder; the tier covers decoder-only language models.")
-
-
-def _install(session: Session, model: PreTrainedModel) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)):
-            _install_linear(session, name, module)
-        elif is_experts(module):
-            activation = canonical_elementwise(getattr(module, "act_fn", nn.functional.silu))
-            experts = CanonicalExperts(module, activation, name)
-            session.products.append(experts)
-            session.replace(module, name, "experts", experts)
-        elif is_router(module):
-            router = CanonicalRouter(module, name)
-            session.products.append(router)
-            session.replace(module, name, "router", router)
-        elif is_activation(module):
-            session.replace(module, name, "activation", canonical_elementwise(module.forward))
-        elif type(module).__name__.endswith("RotaryEmbedding"):
-            table = RotaryTable(module)
-            session.tables.append(table)
-            session.replace(module, name, "rotary", table)
-        elif isinstance(module, PreTrainedModel):
-            session.replace(module, name, "model", _guarded(session, module))
-    _install_attention(session, model)
-
-
-def _install_linear(session: Session, name: str, module: Any) -> None:
-    if type(module) not in (nn.Linear, Conv1D):
-        raise UsageError(
-            f"{name} is a {type(module).__name__}, a linear layer with a product of its own; the invariant tier covers "
-            "torch's Linear and transformers' Conv1D."
-        )
-    linear = _Linear(module, name)
-    session.products.append(linear)
-    session.replace(module, name, "linear", linear)
-
-
-class _Linear:
-    """The forward of a linear module; its weight is packed anew when it was changed in place, or replaced."""
-
-    def __init__(self, module: Any, name: str) -> None:
-        self.module, self.name = module, name
-        self._pack()
-
-    def _pack(self) -> None:
-        self.layer = CanonicalLinear(weight_of(self.module), self.module.bias, self.name)
-        self.weight, self.version = self.module.weight, self.module.weight._version
-
-    def layers(self) -> Iterator[CanonicalLinear]:
-        """The packed layer."""
-        yield self.layer
-
-    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name under which nn.Linear takes it
-        weight = self.module.weight
-        if weight is not self.weight or weight._version != self.version:
-            self._pack()
-        return self.layer(input)
-
-
-def _install_attention(session: Session, model: PreTrainedModel) -> None:
-    AttentionInterface.register(_ATTENTION, canonical_attention)
-    AttentionMaskInterface.register(_ATTENTION, canonical_mask)
-    configs: dict[int, Any] = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    for config in configs.values():
-        before = getattr(config, "_attn_implementation_internal", None)
-        config._attn_implementation = _ATTENTION
-        session._undo.append(functools.partial(setattr, config, "_attn_implementation_internal", before))
 
 
 def _guarded(session: Session, module: Any) -> Callable[..., Any]:

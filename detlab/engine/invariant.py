@@ -1,0 +1,134 @@
+"""The invariant tier: which module of a model is replaced by which canonical part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from detlab.engine.attention import canonical_attention, unpadded_attention
+from detlab.engine.elementwise import RotaryTable, canonical_elementwise, is_activation
+from detlab.engine.experts import CanonicalExperts, CanonicalRouter, is_experts, is_router
+from detlab.engine.linear import CanonicalLinear, weight_of
+from detlab.engine.session import Session
+from detlab.engine.step import canonical_mask
+from detlab.errors import UsageError
+
+__all__ = ["install"]
+
+
+def install(session: Session, model: PreTrainedModel) -> None:
+    """Puts the parts in.
+
+    Raises:
+        UsageError: a module is one that the tier does not know how to make invariant.
+        MachineError: this machine has no stable shape for one of its products.
+    """
+    for name, module in model.named_modules():
+        kind, part = _part_for(session, name, module)
+        if part is not None:
+            session.replace(module, name, kind, part)
+    if session.wants("", "attention"):
+        _install_attention(session, model)
+
+
+def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[..., Any] | None]:
+    """What replaces a module's forward, and its kind; None leaves the module as it is."""
+    padded = session.options.is_padded
+    if isinstance(module, (nn.Linear, Conv1D)):
+        if not session.wants(name, "linear"):
+            return "linear", None
+        linear = _Linear(module, name, session)
+        session.tunables.append(linear)
+        return "linear", linear
+    if is_experts(module):
+        if not session.wants(name, "experts"):
+            return "experts", None
+        experts = CanonicalExperts(module, canonical_elementwise(getattr(module, "act_fn", nn.functional.silu)), name, padded)
+        session.tunables.append(experts)
+        _release(session, module.gate_up_proj, experts.up)
+        _release(session, module.down_proj, experts.down)
+        return "experts", experts
+    if is_router(module):
+        if not session.wants(name, "router"):
+            return "router", None
+        router = CanonicalRouter(module, name, padded)
+        session.tunables.append(router)
+        return "router", router
+    if is_activation(module):
+        return "activation", canonical_elementwise(module.forward) if session.wants(name, "activation") else None
+    if type(module).__name__.endswith("RotaryEmbedding") and session.wants(name, "rotary"):
+        table = RotaryTable(module)
+        session.forgetters.append(table.tables.clear)
+        return "rotary", table
+    return "", None
+
+
+def _release(session: Session, parameter: nn.Parameter, layers: list[CanonicalLinear]) -> None:
+    """Puts a weight aside of which packed copies compute, unless another module (an embedding) reads it, too."""
+    model = session.model()
+    if session.shelf is None or model is None or any(layer.kernel != "packed" for layer in layers):
+        return
+    readers = [m for m in model.modules() if any(p is parameter for p in m.parameters(recurse=False))]
+    if all(isinstance(m, (nn.Linear, Conv1D)) or is_experts(m) for m in readers):
+        session.shelf.put(parameter)
+
+
+class _Linear:
+    """The forward of a linear module; its weight is packed anew when it was changed in place, or replaced."""
+
+    def __init__(self, module: Any, name: str, session: Session) -> None:
+        if type(module) not in (nn.Linear, Conv1D):
+            raise UsageError(
+                f"{name} is a {type(module).__name__}, a linear layer with a product of its own; the invariant tier covers "
+                "torch's Linear and transformers' Conv1D."
+            )
+        self.module, self.name, self.is_padded = module, name, session.options.is_padded
+        self._pack()
+        _release(session, module.weight, [self.layer])
+
+    def _pack(self) -> None:
+        self.layer = CanonicalLinear(weight_of(self.module), self.module.bias, self.name, self.is_padded)
+        self.weight, self.version = self.module.weight, self.module.weight._version
+
+    def tune(self) -> None:
+        """Looks up the rule for the number of threads now set."""
+        self.layer.tune()
+
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name under which nn.Linear takes it
+        weight = self.module.weight
+        if weight is not self.weight or weight._version != self.version:
+            self._pack()
+        return self.layer(input)
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+_PADDED, _UNPADDED = "detlab_invariant", "detlab_unpadded"
+_KERNELS = {_PADDED: canonical_attention, _UNPADDED: unpadded_attention}
+
+
+def _install_attention(session: Session, model: PreTrainedModel) -> None:
+    name = _PADDED if session.options.is_padded else _UNPADDED
+    _register(name, lambda call: call)
+    configs: dict[int, Any] = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    for config in configs.values():
+        before = getattr(config, "_attn_implementation_internal", None)
+        config._attn_implementation = name
+        session.on_undo(functools.partial(setattr, config, "_attn_implementation_internal", before))
+    session.wrappers.append(functools.partial(_register, name))
+    session.parts["attention"] = "attention"
+
+
+def _register(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Registers the attention and its mask, wrapped; returns what registers them unwrapped."""
+    AttentionInterface.register(name, wrap(_KERNELS[name]))
+    AttentionMaskInterface.register(name, wrap(canonical_mask))
+
+    def undo() -> None:
+        _register(name, lambda call: call)
+
+    return undo
