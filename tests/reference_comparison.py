@@ -148,7 +148,7 @@ def whole_equal(ta, tb):
     if ta.status == "rows" or tb.status == "rows":
         return None
     if len(ta.digests) == len(tb.digests) == 1 and (ta.width, ta.dtype) == (tb.width, tb.dtype):
-        return ta.digests[0] == tb.digests[0]
+        return bool(ta.digests[0] == tb.digests[0])
     if {ta.kind, tb.kind} <= {"parameter", "buffer"}:
         return False
     if (ta.shape, ta.dtype, len(ta.digests)) != (tb.shape, tb.dtype, len(tb.digests)):
