@@ -53,6 +53,15 @@ def test_any_two_programs_are_split_into_pairs_and_rests():
             assert inside == sorted(inside)
 
 
+def test_exchanged_sides_give_the_same_pairs():
+    draw = random.Random(4)
+    for _ in range(500):
+        a, b = ([(draw.choice("xy"), draw.choice(["mm", "add"])) for _ in range(draw.randrange(14))] for _ in "ab")
+        result, back = align(a, b), align(b, a)
+        assert sorted((j, i) for i, j in back.pairs) == sorted(result.pairs)
+        assert (back.only_a, back.only_b) == (result.only_b, result.only_a)
+
+
 def test_an_aligner_remembers_programs_not_ops():
     aligner = Aligner()
     ops = (("m", "mm"), ("m", "add"))

@@ -229,12 +229,69 @@ def test_rows_of_whole_prompts_are_no_origins_where_a_token_differed():
             model(inputs_embeds=changed)
         traces.append(trace)
     result = detlab.compare(*traces)
-    assert result.verdict == "diverged" and result.origins == []
+    assert result.verdict == "different_inputs" and result.origins == []
     states = {result.trace.ops[f.a].op: (split_keys(f.keys), f.state.tolist()) for f in result.detail.ops}
     (prompts, positions), state = states["mean"]
     assert (prompts.tolist(), positions.tolist(), state) == ([0, 1], [-2, -2], [1, 2])
     assert states["add"][1] == [1, 1, 1, 1, 2, 2, 2, 2]
     assert result.first.op == "mul" and result.first.source == "input inputs_embeds" and result.first.position == 2
+
+
+def bare(model, *batches):
+    with torch.no_grad(), detlab.capture(model) as trace:
+        for ids in batches:
+            model(torch.tensor(ids))
+    return trace
+
+
+def test_bare_traces_of_other_tokens_are_another_question(model):
+    a, b = bare(model, [[5, 6, 7, 8], [9, 10, 11, 12]]), bare(model, [[5, 6, 70, 8], [9, 10, 11, 12]])
+    result = detlab.compare(a, b)
+    assert result.verdict == "different_inputs" and result.origins == []
+    assert (result.first.op, result.first.source, result.first.position) == ("embedding", "input input_ids", 2)
+    assert result.notes == ["prompt 0 holds other tokens from position 2 on: 7 in a, 70 in b"]
+    assert "verdict: different_inputs" in str(result)
+    assert detlab.compare(b, a).notes == ["prompt 0 holds other tokens from position 2 on: 70 in a, 7 in b"]
+    same = detlab.compare(a, bare(model, [[5, 6, 7, 8], [9, 10, 11, 12]]))  # the twin
+    assert same.verdict == "identical" and same.notes == []
+    longer = detlab.compare(bare(model, [[5, 6, 7]]), bare(model, [[5, 6, 7, 8]]))  # what they share is one question
+    assert longer.verdict != "different_inputs" and longer.notes == []
+
+
+def test_many_prompts_of_other_tokens_are_counted(model):
+    result = detlab.compare(bare(model, [[i, 5] for i in range(6)]), bare(model, [[i, 6] for i in range(6)]))
+    first = "prompt 0 holds other tokens from position 1 on: 5 in a, 6 in b"
+    assert result.notes == [f"6 prompts hold other tokens, the first of them: {first}"]
+    assert result.verdict == "different_inputs"
+
+
+def test_prompts_of_one_bare_trace_only_are_named(model):
+    result = detlab.compare(bare(model, [[5, 6, 7], [8, 9, 10]]), bare(model, [[5, 6, 7]]))
+    assert "prompts that are in a only: 1" in result.notes and result.verdict != "different_inputs"
+
+
+def test_bare_traces_without_a_token_in_common(model):
+    def shifted(mask, ids):
+        with torch.no_grad(), detlab.capture(model) as trace:
+            model(torch.tensor(ids), attention_mask=torch.tensor(mask))
+        return trace
+
+    a, b = shifted([[1, 1]], [[5, 6]]), shifted([[1, 1]], [[5, 6]])
+    b.calls[0].positions += 10  # as a cache that no call of the trace filled would do
+    b.calls[0]._keys.clear()
+    result = detlab.compare(a, b)
+    assert result.verdict == "different_inputs" and result.first is None and result.rows_compared == 0
+    assert "no token position was computed in both traces" in result.notes
+
+
+def test_a_flip_in_bare_traces_is_no_other_question(model):
+    """Where arithmetic parted first, the tokens that follow from it are a consequence, and are told beside it."""
+    a = bare(model, [[5, 6, 7]], [[5, 6, 7, 8]])
+    b = copy.deepcopy(bare(model, [[5, 6, 7]], [[5, 6, 7, 9]]))
+    op = next(op for op in b.ops if op.op == "mm")
+    b.tensors[op.outputs[0]].digests = b.tensors[op.outputs[0]].digests ^ 1
+    result = detlab.compare(a, b)
+    assert result.verdict == "diverged" and result.first.inputs_matched and result.first.op == "mm"
 
 
 # ------------------------------------------------------------------------------------------------- other code paths

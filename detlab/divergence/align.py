@@ -99,7 +99,7 @@ def align(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) -> OpAlign
     """Aligns two programs, each a list of (module, op), module by module.
 
     Within a module the longest matching runs of op names correspond, so that an extra mask op on one side does not shift
-    its neighbours.
+    its neighbours. ``align(b, a)`` gives the same pairs, turned round.
     """
     if list(a) == list(b):
         return OpAlignment(tuple((i, i) for i in range(len(a))), (), ())
@@ -113,10 +113,17 @@ def align(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) -> OpAlign
     for module, at_a in of_a.items():
         at_b = of_b.get(module, [])
         names_a, names_b = [a[i][1] for i in at_a], [b[i][1] for i in at_b]
-        for block in SequenceMatcher(None, names_a, names_b, autojunk=False).get_matching_blocks():
-            pairs += [(at_a[block.a + k], at_b[block.b + k]) for k in range(block.size)]
+        pairs += [(at_a[i], at_b[j]) for i, j in _matches(names_a, names_b)]
     pairs.sort()
     in_a, in_b = {i for i, _ in pairs}, {j for _, j in pairs}
     return OpAlignment(
         tuple(pairs), tuple(i for i in range(len(a)) if i not in in_a), tuple(j for j in range(len(b)) if j not in in_b)
     )
+
+
+def _matches(a: list[str], b: list[str]) -> list[tuple[int, int]]:
+    """Pairs of equal names, in order on both sides."""
+    if (len(a), a) > (len(b), b):  # among runs of one length the matcher prefers those early in its first argument
+        return [(i, j) for j, i in _matches(b, a)]
+    blocks = SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
+    return [(block.a + k, block.b + k) for block in blocks for k in range(block.size)]

@@ -11,6 +11,7 @@ from detlab import bits
 from detlab.divergence.measure import keepers, size_differences
 from detlab.divergence.result import (
     CONTROL_FLOW,
+    DIFFERENT_INPUTS,
     DIVERGED,
     IDENTICAL_VERDICT,
     Comparison,
@@ -68,9 +69,51 @@ def _compare_bare(a: Trace, b: Trace) -> Comparison:
     if carried is not None:
         result.verdict, result.first = DIVERGED, carried
         result.carriers = [carried, *result.carriers]
-    result.notes += _limits(a, b, detail)
+    elif _are_different_questions(a, b, result):
+        result.verdict = DIFFERENT_INPUTS
+    result.notes += _tokens_that_part(a, b) + _limits(a, b, detail)
     result.controls = {"a_repeated": None, "b_repeated": None}
     return result
+
+
+def _are_different_questions(a: Trace, b: Trace, result: Comparison) -> bool:
+    """Whether traces part at what the model was called with, or have no token in common."""
+    if result.first is not None:
+        return result.first.kind == "carrier" and result.first.source.startswith("input ")
+    return not result.rows_compared and not (_tokens(a).keys() & _tokens(b).keys()) and bool(_tokens(a) and _tokens(b))
+
+
+def _tokens(trace: Trace) -> dict[tuple[int, int], int]:
+    """(prompt, position) -> the token that was computed there first; -1 where embeddings were given."""
+    found: dict[tuple[int, int], int] = {}
+    for call in trace.calls:
+        prompts, positions = call.row_names(range(len(call.prompts)), call.query)
+        for prompt, position, token in zip(prompts.tolist(), positions.tolist(), call.tokens.reshape(-1).tolist(), strict=True):
+            if prompt >= 0:
+                found.setdefault((prompt, position), token)
+    return found
+
+
+def _tokens_that_part(a: Trace, b: Trace) -> list[str]:
+    """Says which prompts were fed other tokens, or exist in one of the traces only."""
+    of_a, of_b = _tokens(a), _tokens(b)
+    parted: dict[int, int] = {}
+    for prompt, position in sorted(of_a.keys() & of_b.keys()):
+        if of_a[prompt, position] != of_b[prompt, position]:
+            parted.setdefault(prompt, position)
+    notes = []
+    for prompt, position in parted.items():
+        ours, theirs = of_a[prompt, position], of_b[prompt, position]
+        notes.append(f"prompt {prompt} holds other tokens from position {position} on: {ours} in a, {theirs} in b")
+    if len(notes) > 4:
+        notes = [f"{len(notes)} prompts hold other tokens, the first of them: {notes[0]}"]
+    in_a, in_b = {prompt for prompt, _ in of_a}, {prompt for prompt, _ in of_b}
+    for side, only in (("a", in_a - in_b), ("b", in_b - in_a)):
+        if only and in_a and in_b:
+            notes.append(f"prompts that are in {side} only: {_few([str(prompt) for prompt in sorted(only)], 6)}")
+    if of_a and of_b and in_a & in_b and not of_a.keys() & of_b.keys():
+        notes.append("no token position was computed in both traces")
+    return notes
 
 
 def _carried_over(a: Trace, b: Trace, is_comparable: bool) -> Divergence | None:

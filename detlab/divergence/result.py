@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from detlab.divergence.rows import CARRIER, ORIGIN, OpComparison, TraceComparison
-from detlab.trace.records import Array, Trace, split_keys
+from detlab.trace.records import Array, TensorRecord, Trace, split_keys
 
 if TYPE_CHECKING:
     import pandas as pd
 
-IDENTICAL_VERDICT, DIVERGED, CONTROL_FLOW = "identical", "diverged", "control_flow"
+IDENTICAL_VERDICT, DIVERGED, CONTROL_FLOW, DIFFERENT_INPUTS = "identical", "diverged", "control_flow", "different_inputs"
 
 
 @dataclass
@@ -123,7 +123,8 @@ class Comparison:
     """Two runs or traces, compared row by row.
 
     Attributes:
-        verdict: "identical", "diverged", or "control_flow" (the runs took different code paths).
+        verdict: "identical", "diverged", "control_flow" (the runs took different code paths), or, of bare traces,
+            "different_inputs" (the model was asked different questions: nothing is said about its arithmetic).
         first: the first divergence in execution order, or None.
         origins: one entry for each op and call with at least one origin row, in execution order.
         carriers: the same for ops that only passed a difference on.
@@ -274,7 +275,7 @@ def divergences(
     """Turns differing ops into entries, in execution order: (the first, origins, carriers); sizes are filled in later."""
 
     def entry(at: int) -> Divergence:
-        return _divergence(a, b, detail.ops[at], prompt_ids)
+        return _divergence(a, b, detail, detail.ops[at], prompt_ids)
 
     ops = detail.ops
     at_origins, at_carriers = np.flatnonzero(ops.is_origin).tolist(), np.flatnonzero(ops.differs & ~ops.is_origin).tolist()
@@ -285,14 +286,14 @@ def divergences(
     return (carriers[0] if at_carriers else None), origins, carriers
 
 
-def _divergence(a: Trace, b: Trace, found: OpComparison, prompt_ids: list[str]) -> Divergence:
+def _divergence(a: Trace, b: Trace, detail: TraceComparison, found: OpComparison, prompt_ids: list[str]) -> Divergence:
     op = a.ops[found.a]
     is_origin = bool((found.state == ORIGIN).any())
     rows = found.keys[found.state == (ORIGIN if is_origin else CARRIER)]
     prompt, position = split_keys(rows[:1])
     source = ""
     if not is_origin:
-        source = _source(a, b, found)
+        source = _source(a, b, detail, found)
     return Divergence(
         kind="origin" if is_origin else "carrier",
         module=op.module,
@@ -309,7 +310,7 @@ def _divergence(a: Trace, b: Trace, found: OpComparison, prompt_ids: list[str]) 
     )
 
 
-def _source(a: Trace, b: Trace, found: OpComparison) -> str:
+def _source(a: Trace, b: Trace, detail: TraceComparison, found: OpComparison) -> str:
     """Names what made a carrier's first differing input, and the earlier call it comes from where it does."""
     op = a.ops[found.a]
     of_b = {name: number for name, number, _ in b.ops[found.b].inputs}
@@ -322,10 +323,29 @@ def _source(a: Trace, b: Trace, found: OpComparison) -> str:
         maker = a.producer(record.number)
         if maker is None:
             return "an earlier call"
+        maker_b, partner = b.producer(of_b[name]), detail.aligned.get(maker.index)
+        if maker_b is None or partner is None or b.ops[partner].key != maker_b.key:
+            stored, other = _stored_behind(a, record), _stored_behind(b, b.tensors[of_b[name]])
+            if stored is not None and other is not None and stored.name == other.name and _are_unlike(stored, other):
+                return f"{stored.kind} {stored.name}"  # the op only casts it, which the other side did not need
         step = a.calls[maker.call].step
         when = f" in call {step}" if maker.call != op.call else ""
         return f"{maker.module or '(model)'} · {maker.op}{when}"
     return ""
+
+
+def _stored_behind(trace: Trace, record: TensorRecord) -> TensorRecord | None:
+    """The parameter or buffer from which alone a tensor was made, or which it is."""
+    while record.kind == "op":
+        maker = trace.producer(record.number)
+        if maker is None or len(maker.inputs) != 1 or maker.inputs[0][1] >= record.number:
+            return None
+        record = trace.tensors[maker.inputs[0][1]]
+    return record if record.kind in ("parameter", "buffer") else None
+
+
+def _are_unlike(a: TensorRecord, b: TensorRecord) -> bool:
+    return a.dtype != b.dtype or not np.array_equal(a.digests, b.digests)
 
 
 def _broken_part(a: Trace, b: Trace, ours: int, theirs: int, found: OpComparison) -> int:

@@ -109,7 +109,7 @@ def test_the_part_of_a_cache_that_differs_is_named(model):
             model(torch.tensor([[5]]), cache=cache)
         traces.append(trace)
     result = detlab.compare(*traces)
-    assert result.verdict == "diverged" and result.origins == [] and result.first.source == "input input_ids"
+    assert result.verdict == "different_inputs" and result.origins == [] and result.first.source == "input input_ids"
     found = next(d for d in result.carriers if d.call == 2 and d.module == "model.layers.0.self_attn")
     assert found.inputs["query"] == "matched" and found.inputs["key"] == "differs"
     assert found.source == "model.layers.0.self_attn · add in call 1"
