@@ -99,7 +99,7 @@ def accumulation_tree(
         raise UsageError(f"{', '.join(wrong)} must be whole numbers of at least 0; got {given}.")
     source = summands_of(fn, Shape(n=n, dtype=dtype, **given), set(given))
     with torch.no_grad():
-        probe = _Probe(source)
+        probe = Probe(source)
         nodes = recover(n, probe.sizes) if n > 1 else []
         made = source.trials(trials, seed) if trials else None
         if made is not None and not bits.equal(made.actual, made.again):
@@ -108,11 +108,13 @@ def accumulation_tree(
                 "Ask under conditions in which it repeats its bits, such as one thread."
             )
     tree = AccumulationTree.from_nodes(n, nodes)
-    if made is not None:
-        arithmetic, reproduced = _explain(tree, made)
-    else:
-        arithmetic, reproduced = None, 0
-    return AccumulationTree(n, tree.nodes, source.words, arithmetic, reproduced, trials, probe.queries)
+    if made is None:
+        return replace(tree, op=source.words, queries=probe.queries)
+    how, reproduced = _explain(tree, made)
+    control = min((_agreeing(made, how.finish, _total(wrong, made, how)) for wrong in tree.controls()), default=None)
+    return replace(
+        tree, op=source.words, arithmetic=how, reproduced=reproduced, trials=trials, control=control, queries=probe.queries
+    )
 
 
 def _check_arguments(n: int, dtype: torch.dtype, trials: int) -> None:
@@ -190,8 +192,13 @@ def _parents_last(n: int, root: int, children: list[list[int]]) -> list[list[int
     return [[new.get(child, child) for child in children[node - n]] for node in reversed(order)]
 
 
-class _Probe:
-    """Asks an op for sizes of subtrees, in one of the two ways."""
+class Probe:
+    """Asks an op for sizes of subtrees: by masks where its terms may be negative, and by slivers where they may not.
+
+    Attributes:
+        sizes: what `recover` needs; absent where there are fewer than two terms.
+        queries: calls made so far.
+    """
 
     def __init__(self, source: Summands) -> None:
         self.source = source
@@ -337,10 +344,9 @@ def _explain(tree: AccumulationTree, made: Trials) -> tuple[Arithmetic, int]:
     for accumulator in accumulators:
         for products, starts_last in ways if made.others is not None else [(NONE, False)]:
             how = Arithmetic(accumulator, products, starts_last)
-            total = tree.replay(made.terms, made.others, how)
-            for name, finish in made.finishes.items():
-                found = bits.int_view(finish(total).to(made.actual.dtype))
-                count = int((found == bits.int_view(made.actual)).sum())
+            total = _total(tree, made, how)
+            for name in made.finishes:
+                count = _agreeing(made, name, total)
                 if best is None or count > best[1]:
                     best = replace(how, finish=name), count
                 if count == len(made.actual):
@@ -348,3 +354,11 @@ def _explain(tree: AccumulationTree, made: Trials) -> tuple[Arithmetic, int]:
     assert best is not None
     return best
 
+
+def _agreeing(made: Trials, finish: str, total: Tensor) -> int:
+    found = made.finishes[finish](total).to(made.actual.dtype)
+    return int((bits.int_view(found) == bits.int_view(made.actual)).sum())
+
+
+def _total(tree: AccumulationTree, made: Trials, how: Arithmetic) -> Tensor:
+    return tree.replay(made.terms, made.others, how)

@@ -7,7 +7,7 @@ and so in which order it adds, may depend on all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,11 +71,37 @@ class Summands:
     is_foreign: bool = False
 
 
-def draw(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Signed numbers of mixed sizes (2**-4 to 2**4), whose bits do not depend on the instruction set; none is 0."""
-    integers = torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int32)
-    exponents = torch.randint(-19, -11, shape, generator=generator, dtype=torch.int32)
+def draw(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, reach: int = 4) -> Tensor:
+    """Signed numbers of mixed sizes, up to 2**reach, whose bits do not depend on the instruction set; none is 0."""
+    integers = torch.randint(-(2**22), 2**22, shape, generator=generator, dtype=torch.int32)
+    exponents = torch.randint(-reach, reach + 1, shape, generator=generator, dtype=torch.int32) - 23
     return torch.ldexp((2 * integers + 1).double(), exponents).to(dtype)
+
+
+def draw_many(
+    count: int, sizes: Sequence[tuple[int, ...]], axes: Sequence[int], dtype: torch.dtype, generator: torch.Generator
+) -> list[list[Tensor]]:
+    """Random inputs of an op of one or two operands, which add up along an axis of each.
+
+    In every second of them the later half of the terms takes away what the earlier half brought, in another order, and sizes
+    range wider. What is left is what rounding did: the bits then depend on the order even where the accumulator is wide.
+    """
+    made = []
+    half = sizes[0][axes[0]] // 2
+    reach = 24 if dtype != torch.float16 else 12 // len(sizes)
+    for number in range(count):
+        if number % 2 == 0:
+            made.append([draw(size, dtype, generator) for size in sizes])
+            continue
+        operands = [draw(size, dtype, generator, reach) for size in sizes]
+        order = torch.randperm(half, generator=generator)
+        for at, (operand, axis) in enumerate(zip(operands, axes, strict=True)):
+            later = operand.narrow(axis, 0, half).index_select(axis, order)
+            operand.narrow(axis, operand.shape[axis] - half, half).copy_(-later if at == 0 else later)
+            if operand.shape[axis] % 2 and at == 0:
+                operand.select(axis, half).mul_(2.0**-reach)  # has no partner, and must not hide the rest
+        made.append(operands)
+    return made
 
 
 def plain(total: Tensor) -> Tensor:
@@ -110,10 +136,10 @@ def from_function(fn: Callable[[Tensor], Any], shape: Shape) -> Summands:
         return value.reshape(())
 
     def trials(count: int, seed: int) -> Trials:
-        terms = draw((count, shape.n), shape.dtype, _generator(seed))
+        inputs = [x for (x,) in draw_many(count, [(shape.n,)], [0], shape.dtype, _generator(seed))]
         finishes: dict[str, Finish] = {"": plain} | mean_of(max(1, shape.n))
-        actual, again = (torch.stack([ask(row) for row in terms]) for _ in range(2))
-        return Trials(terms, None, actual, again, finishes)
+        actual, again = (torch.stack([ask(x) for x in inputs]) for _ in range(2))
+        return Trials(torch.stack(inputs), None, actual, again, finishes)
 
     return Summands(shape.n, f"{name}, {shape.kind} [{shape.n}]", shape.dtype, trials, ask, scale=None, is_foreign=True)
 
@@ -124,6 +150,7 @@ def _one_operand(
     finishes: dict[str, Finish] | None = None, scale: float = 1.0,
 ) -> Summands:  # fmt: skip
     """A sum over one line of a tensor: ``line`` indexes the n terms, ``run`` returns the output element."""
+    axis = line.index(slice(None)) if slice(None) in line else len(line)
     space = torch.zeros(size, dtype=shape.dtype)
 
     def ask(terms: Tensor) -> Tensor:
@@ -131,8 +158,7 @@ def _one_operand(
         return run(space)
 
     def trials(count: int, seed: int) -> Trials:
-        generator = _generator(seed)
-        inputs = [draw(size, shape.dtype, generator) for _ in range(count)]
+        inputs = [x for (x,) in draw_many(count, [size], [axis], shape.dtype, _generator(seed))]
         actual, again = (torch.stack([run(x) for x in inputs]) for _ in range(2))
         return Trials(torch.stack([x[line] for x in inputs]), None, actual, again, finishes or {"": plain})
 
@@ -184,10 +210,9 @@ def _products(shape: Shape, name: str, run: Callable[[Tensor, Tensor], Tensor], 
         return run(left, right)[row, column]
 
     def trials(count: int, seed: int) -> Trials:
-        generator = _generator(seed)
         terms, others, actual, again = [], [], [], []
-        for _ in range(count):
-            a, b = draw((shape.rows, n), shape.dtype, generator), draw(size, shape.dtype, generator)
+        axes = [1, 1 if is_transposed else 0]
+        for a, b in draw_many(count, [(shape.rows, n), size], axes, shape.dtype, _generator(seed)):
             terms.append(a[row])
             others.append(b[column] if is_transposed else b[:, column])
             actual.append(run(a, b)[row, column])
@@ -220,6 +245,7 @@ def _attention(shape: Shape) -> Summands:
     finishes = mean_of(n)
     if shape.dtype in (torch.float16, torch.bfloat16):
         finishes["divided by n times the kernel's exp(0)"] = lambda total: total / (n * _EXP_OF_0)
+        finishes["times 1/(n times the kernel's exp(0))"] = lambda total: total * (1.0 / (n * _EXP_OF_0))
     return _one_operand(shape, words, size, line, run, finishes, 1 / n)
 
 

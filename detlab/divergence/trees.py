@@ -45,6 +45,8 @@ class AccumulationTree:
         op: the call that was probed, in words; "" for a tree that was made by hand.
         arithmetic: how sums and products are rounded; None while nothing has been replayed.
         reproduced, trials: on how many random inputs the replayed tree gave the op's bits, of how many.
+        control: on how many of them the same tree with its terms in other places did, which should be fewer; None where
+            every such tree is this one.
         queries: calls that the recovery made.
     """
 
@@ -54,6 +56,7 @@ class AccumulationTree:
     arithmetic: Arithmetic | None = field(default=None, repr=False)
     reproduced: int = 0
     trials: int = 0
+    control: int | None = None
     queries: int = field(default=0, repr=False)
 
     @classmethod
@@ -105,7 +108,7 @@ class AccumulationTree:
         try:
             tree = cls.from_nodes(
                 data["n"], data["nodes"], op=data.get("op", ""), reproduced=data.get("reproduced", 0),
-                trials=data.get("trials", 0), queries=data.get("queries", 0),
+                trials=data.get("trials", 0), control=data.get("control"), queries=data.get("queries", 0),
                 arithmetic=None if arithmetic is None else Arithmetic(**arithmetic),
             )  # fmt: skip
         except (KeyError, TypeError) as error:
@@ -146,8 +149,18 @@ class AccumulationTree:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the replayed tree gave the op's bits on every random input; a tree that did not may be wrong."""
-        return self.trials > 0 and self.reproduced == self.trials
+        """Whether the replayed tree gave the op's bits on every random input, and its control did not.
+
+        A tree that is not confirmed may be wrong.
+        """
+        return 0 < self.trials == self.reproduced and (self.control is None or self.control < self.trials)
+
+    def controls(self) -> list[AccumulationTree]:
+        """The same shape with the terms in other places (reversed, or turned by one), as far as that is another tree."""
+        n = self.n
+        places = [[n - 1 - i for i in range(n)], [(i + 1) % n for i in range(n)], [(i - 1) % n for i in range(n)]] if n else []
+        moved = [[[place[c] if c < n else c for c in children] for children in self.nodes] for place in places]
+        return [tree for nodes in moved if (tree := self.from_nodes(n, nodes)) != self]
 
     def replay(self, terms: Tensor, others: Tensor | None = None, arithmetic: Arithmetic | None = None) -> Tensor:
         """Adds terms in this tree's order, on the CPU.
@@ -181,7 +194,13 @@ class AccumulationTree:
             return ""
         how = f" ({self.arithmetic.words})" if self.arithmetic is not None else ""
         if self.is_confirmed:
-            return f". Replayed on random inputs{how}: the op's bits in {self.reproduced} of {self.trials}."
+            control = "" if self.control is None else f" (with its terms in other places: {self.control})"
+            return f". Replayed on random inputs{how}: the op's bits in {self.reproduced} of {self.trials}{control}."
+        if self.reproduced == self.trials:
+            return (
+                f". NOT CONFIRMED: replayed on random inputs{how}, it gives the op's bits in {self.reproduced} of "
+                f"{self.trials}, and so does a tree with its terms in other places: these bits do not show the order."
+            )
         return (
             f". NOT CONFIRMED: replayed on random inputs, it gives the op's bits in {self.reproduced} of {self.trials}, so the "
             "op adds otherwise than this tree, or rounds in a way that was not tried."
@@ -193,7 +212,7 @@ class AccumulationTree:
             "n": self.n, "nodes": [list(children) for children in self.nodes], "signature": self.signature,
             "depth": self.depth, "arity": self.arity, "op": self.op, "queries": self.queries,
             "arithmetic": None if self.arithmetic is None else self.arithmetic.to_json(),
-            "reproduced": self.reproduced, "trials": self.trials, "words": self.describe(),
+            "reproduced": self.reproduced, "trials": self.trials, "control": self.control, "words": self.describe(),
         }  # fmt: skip
 
     def __eq__(self, other: object) -> bool:
