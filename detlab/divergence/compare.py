@@ -364,8 +364,9 @@ def _logits(a: Run, b: Run, limits: dict[int, int] | None) -> tuple[float | None
         if not steps:
             continue
         equal = equal and bits.equal(x, y)
-        cosine = torch.nn.functional.cosine_similarity(x.double(), y.double(), dim=-1)
-        smallest = float(np.minimum(smallest, float(cosine.min())))  # keeps NaN, as min() does not
+        for ours_step, theirs_step in zip(x, y, strict=True):  # step by step, in the processor's cache: vocabularies are large
+            cosine = torch.nn.functional.cosine_similarity(ours_step.double(), theirs_step.double(), dim=-1)
+            smallest = float(np.minimum(smallest, float(cosine)))  # keeps NaN, as min() does not
     return (None if np.isnan(smallest) else smallest), equal
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import overload
 
 import numpy as np
@@ -214,15 +215,18 @@ class _TraceComparer:
         """Compares ops of any number of outputs; what has no rows, or other ones, is listed."""
         result, sides = self._result, self._sides
         alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        outputs = [list(zip(op_a.outputs, op_b.outputs, strict=False)) for op_a, op_b in ops]
+        all_codes = iter(sides.codes(*np.array(list(chain.from_iterable(outputs)), np.int64).reshape(-1, 2).T).tolist())
         for number, (op_a, op_b) in enumerate(ops):
-            outputs = list(zip(op_a.outputs, op_b.outputs, strict=False))
-            codes = tuple(sides.codes(*np.array(outputs, np.int64).reshape(-1, 2).T).tolist())
+            codes = tuple(islice(all_codes, len(outputs[number])))
             alike[codes].append(number)
-            for (out_a, out_b), code in zip(outputs, codes, strict=True):
+            for (out_a, out_b), code in zip(outputs[number], codes, strict=True):
+                if code >= 0:
+                    continue
                 ta, tb = sides.a.trace.tensors[out_a], sides.b.trace.tensors[out_b]
-                if code < 0 and ta.status == tb.status == "rows":
+                if ta.status == tb.status == "rows":
                     result.incomparable.append((op_a.index, op_b.index, _why(ta, tb)))
-                elif code < 0 and "unlaid" in (ta.status, tb.status) and sides.are_one_call(pair):
+                elif "unlaid" in (ta.status, tb.status) and sides.are_one_call(pair):
                     if sides.whole_equal(out_a, out_b) is False:
                         result.unlaid_differ.append(op_a.index)
         for codes, numbers in alike.items():
