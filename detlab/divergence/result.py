@@ -366,31 +366,30 @@ def _grid(comparison: Comparison, prompt: int) -> Grid:
     trace = comparison.trace
     order: dict[tuple[str, str, int], int] = {}
     cells: list[tuple[int, Array, Array, Array]] = []
-    seen: set[int] = set()
-    for found in comparison.detail.ops:
-        names, position = split_keys(found.keys)
-        mine = (names == prompt) & (position >= 0)
-        if not mine.any():
-            continue
-        op = trace.ops[found.a]
-        line = order.setdefault(op.key, len(order))
-        size = np.where(found.state[mine] == 1, 0.0, np.nan)
+    places: dict[int, tuple[Array, Array]] = {}  # per array of keys, which many ops share: the prompt's rows, their positions
+    for found in comparison.detail.ops.holding(prompt):
+        if id(found.keys) not in places:
+            names, position = split_keys(found.keys)
+            mine = np.flatnonzero((names == prompt) & (position >= 0))
+            places[id(found.keys)] = mine, position[mine]
+        mine, position = places[id(found.keys)]
+        line = order.setdefault(trace.ops[found.a].key, len(order))
+        state = found.state[mine]
+        size = np.where(state == 1, 0.0, np.nan)
         measured = comparison.sizes.get(found.a)
         if measured is not None:
             keys, max_abs, _ = measured
             at = np.searchsorted(keys, found.keys[mine])
             inside = (at < len(keys)) & (keys[np.minimum(at, len(keys) - 1)] == found.keys[mine])
             size[inside] = max_abs[at[inside]]
-        cells.append((line, position[mine], found.state[mine], size))
-        seen.update(position[mine].tolist())
-    positions = sorted(seen)
-    column = {position: i for i, position in enumerate(positions)}
-    state = np.zeros((len(order), len(positions)), np.uint8)
+        cells.append((line, position, state, size))
+    positions = np.unique(np.concatenate([np.zeros(0, np.int64), *(position for _, position in places.values())]))
+    state_grid = np.zeros((len(order), len(positions)), np.uint8)
     max_abs_grid = np.full((len(order), len(positions)), np.nan)
     for line, position, states, size in cells:
-        at = [column[p] for p in position.tolist()]
-        worse = states >= state[line, at]
-        chosen = np.asarray(at)[worse]
-        state[line, chosen] = states[worse]
+        at = np.searchsorted(positions, position)
+        worse = states >= state_grid[line, at]
+        chosen = at[worse]
+        state_grid[line, chosen] = states[worse]
         max_abs_grid[line, chosen] = size[worse]
-    return Grid(prompt, [k[0] for k in order], [k[1] for k in order], positions, state, max_abs_grid)
+    return Grid(prompt, [k[0] for k in order], [k[1] for k in order], positions.tolist(), state_grid, max_abs_grid)

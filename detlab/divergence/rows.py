@@ -13,7 +13,7 @@ import numpy as np
 from detlab.divergence.align import Aligner, CallPair, OpAlignment, pair_calls
 from detlab.divergence.inputs import ANSWERS, CARRIER, IDENTICAL, ORIGIN, InputAnswers, InputJudge
 from detlab.divergence.sides import Sides, region_as_op
-from detlab.trace.records import REGION, Array, OpRecord, TensorRecord, Trace
+from detlab.trace.records import REGION, Array, OpRecord, TensorRecord, Trace, split_keys
 
 __all__ = ["CARRIER", "IDENTICAL", "ORIGIN", "OpComparison", "OpComparisons", "TraceComparison", "compare_traces"]
 
@@ -99,6 +99,12 @@ class OpComparisons(Sequence[OpComparison]):
     def differing(self) -> Iterator[OpComparison]:
         """Those with a row that differs."""
         return (self[at] for at in np.flatnonzero(self.differs).tolist())
+
+    def holding(self, prompt: int) -> Iterator[OpComparison]:
+        """Those with a row of one of a prompt's tokens."""
+        names = [split_keys(block.keys) for block in self._blocks]
+        holds = np.array([bool(((prompts == prompt) & (positions >= 0)).any()) for prompts, positions in names], bool)
+        return (self[at] for at in np.flatnonzero(holds[self._block]).tolist())
 
 
 @dataclass(frozen=True)
