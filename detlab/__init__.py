@@ -2,7 +2,7 @@
 
 >>> import detlab
 >>> sorted(detlab.__all__)[:3]
-['Comparison', 'Condition', 'DetlabError']
+['Certificate', 'Comparison', 'Condition']
 
 Importing it changes nothing; names are loaded when they are first used.
 """
@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from detlab.sweep import sweep as sweep
     from detlab.trace.capture import capture as capture
     from detlab.trace.records import Trace as Trace
+    from detlab.verify import Certificate as Certificate
+    from detlab.verify import verify as verify
 
 _HOMES = {
+    "Certificate": "detlab.verify",
     "Comparison": "detlab.divergence.result",
     "Condition": "detlab.condition",
     "Coverage": "detlab.coverage",
@@ -67,6 +70,7 @@ _HOMES = {
     "restore": "detlab.deterministic",
     "run": "detlab.runner",
     "sweep": "detlab.sweep",
+    "verify": "detlab.verify",
 }
 
 #: The public names, pinned: a test holds them.

@@ -74,6 +74,26 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", action="store_true", help="print JSON")
     compare.set_defaults(run=_compare)
 
+    verify = commands.add_parser("verify", help="prove a tier: serve prompts in many ways and compare the bits")
+    verify.add_argument("--model", required=True, help="smollm2-135m, tiny-llama, a folder or a hub id")
+    verify.add_argument("--tier", default="invariant", help="default: invariant")
+    verify.add_argument("--axes", metavar="A,B", help="such as batch,padding; default: all")
+    verify.add_argument("--trials", type=_positive, default=6, metavar="N", help="comparisons for each axis (default 6)")
+    verify.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16")
+    verify.add_argument("--prompts", metavar="FILE", help="JSONL or text; default: four of detlab's own assistant prompts")
+    verify.add_argument("--new-tokens", type=_positive, default=4, metavar="N", help="tokens to decode (default 4)")
+    verify.add_argument("--seed", type=_count, default=0, metavar="N", help="of what is drawn (default 0)")
+    verify.add_argument("--save", metavar="FILE", help="also write the certificate, as .json or as a page, .html")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.set_defaults(run=_verify)
+
+    coverage = commands.add_parser("coverage", help="say of every op of a model whether a tier makes its bits safe")
+    coverage.add_argument("--model", required=True, help="smollm2-135m, tiny-llama, a folder or a hub id")
+    coverage.add_argument("--tier", default="invariant", help="default: invariant")
+    coverage.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16")
+    coverage.add_argument("--json", action="store_true", help="print JSON")
+    coverage.set_defaults(run=_coverage)
+
     environment = commands.add_parser("environment", help="print this machine's record")
     environment.add_argument("--json", action="store_true", help="print JSON")
     environment.set_defaults(run=_environment)
@@ -191,6 +211,38 @@ def _compare(options: argparse.Namespace) -> int:
     result = compare(load_trace(options.a), load_trace(options.b))
     _print(result, options.json)
     return HOLDS if result.verdict == "identical" else DOES_NOT
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from detlab.models import load_model
+    from detlab.prompts import load_prompts
+    from detlab.verify import verify
+    from detlab.verify.entry import check_axes
+
+    # Everything that can be wrong is looked at before the model is loaded.
+    axes = check_axes(None if options.axes is None else [name.strip() for name in options.axes.split(",") if name.strip()])
+    prompts = load_prompts(options.prompts) if options.prompts else load_prompts(_own_prompts())[:4]
+    model, _ = load_model(options.model, dtype=options.dtype)
+    line = _ProgressLine()
+    try:
+        result = verify(model, prompts, options.tier, axes, trials=options.trials, seed=options.seed,
+                        new_tokens=options.new_tokens, progress=line)  # fmt: skip
+    finally:
+        line.close()
+    _print(result, options.json)
+    if options.save:
+        result.save(options.save)
+    return HOLDS if result.holds else DOES_NOT if result.is_refuted else UNTESTED
+
+
+def _coverage(options: argparse.Namespace) -> int:
+    from detlab.coverage import coverage
+    from detlab.models import load_model
+
+    model, _ = load_model(options.model, dtype=options.dtype)
+    result = coverage(model, options.tier)
+    _print(result, options.json)
+    return HOLDS if result.holds else DOES_NOT
 
 
 def _environment(options: argparse.Namespace) -> int:

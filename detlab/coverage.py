@@ -141,6 +141,7 @@ def coverage(model: nn.Module, tier: str = "invariant") -> Coverage:
     current = engine.session_of(model)
     options = current.options if current is not None and current.tier == tier else None
     with engine.applied(model, tier, options) as session, torch.no_grad(), ExitStack() as stack:
+        _warm_up(model)
         here = stack.enter_context(_modules(model))
         parts = stack.enter_context(_marked(model, session))
         observer = stack.enter_context(_Observer(here, parts))
@@ -166,6 +167,11 @@ def require_coverage(model: nn.Module, tier: str) -> Coverage:
             "Its bits may depend on the batch. Use strict=False to run without this op's invariance."
         )
     return result
+
+
+def _warm_up(model: Any) -> None:
+    """One token: what is measured on first use would be counted as the model's ops."""
+    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device))
 
 
 def _prefill_and_decode(model: Any) -> None:

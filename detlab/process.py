@@ -122,13 +122,15 @@ def receive_model(path: Path) -> nn.Module:
 
 
 @contextmanager
-def child(request: dict[str, Any], variables: dict[str, str], report: Callable[[int, int], None] | None) -> Iterator[Path]:
+def child(request: dict[str, Any], variables: dict[str, str], report: Callable[[int, int], None] | None,
+          module: str = "detlab.worker") -> Iterator[Path]:  # fmt: skip
     """Runs a request in a fresh process and yields the folder of its results, which is gone after the block.
 
     Args:
-        request: plain values; `detlab.worker` executes it.
+        request: plain values; the module executes it.
         variables: environment variables set in the child, on top of this process's.
         report: called with (calls done, calls in all).
+        module: what the child runs; it takes the folder, which holds ``request.json``, and leaves its results there.
 
     Raises:
         MachineError: the child failed or was killed; its last words are in the message.
@@ -142,7 +144,7 @@ def child(request: dict[str, Any], variables: dict[str, str], report: Callable[[
         errors = path / "errors.txt"
         with errors.open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "detlab.worker", folder], env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+                [sys.executable, "-m", module, folder], env=environment, stdout=subprocess.PIPE, stderr=log, text=True
             )
             try:
                 assert process.stdout is not None

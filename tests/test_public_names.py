@@ -9,9 +9,10 @@ import pytest
 import detlab
 
 NAMES = [
-    "Comparison", "Condition", "DetlabError", "Divergence", "Investigation", "Prompt", "Run", "Trace",
-    "accumulation_tree", "capture", "compare",
-    "environment", "first_divergence", "investigate", "load_model", "load_prompts", "load_trace", "run", "sweep", "viz",
+    "Certificate", "Comparison", "Condition", "Coverage", "DetlabError", "Divergence", "Investigation", "Prompt", "Run",
+    "Trace", "accumulation_tree", "apply", "capture", "compare", "coverage", "deterministic",
+    "environment", "first_divergence", "investigate", "load_model", "load_prompts", "load_trace", "restore", "run", "sweep",
+    "verify", "viz",
 ]  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def test_names_are_not_hidden_by_modules_of_the_same_name():
         ("first_divergence", "a, b"),
         ("load_trace", "path"),
         ("load_prompts", "path"),
+        ("verify", "model, prompts, tier, axes, *, trials, seed, new_tokens, threads, tokenizer, progress"),
         ("investigate", "model, prompts, a, b, *, new_tokens, tokenizer, controls, measure, progress"),
     ],
 )

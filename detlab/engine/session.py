@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicCache
 
 from detlab.engine.cache import adopt
 from detlab.engine.shelf import Shelf
+from detlab.engine.step import Step
 from detlab.errors import UsageError
 
 __all__ = ["TIERS", "Options", "Session", "applied", "apply", "restore", "session_of"]
@@ -236,7 +237,7 @@ def _guarded(session: Session, module: Any) -> Callable[..., Any]:
         _check_call(module)
         session.tune()
         with torch.no_grad():
-            return original(*args, **_with_cache(module, kwargs))
+            return original(*args, **_with_cache(module, _with_plain_mask(kwargs)))
 
     return forward
 
@@ -246,6 +247,13 @@ def _check_call(module: Any) -> None:
         raise UsageError("the model was put in training mode inside detlab.deterministic. Call model.eval().")
     if torch.is_autocast_enabled(next(module.parameters()).device.type):
         raise UsageError("autocast is on: inside detlab.deterministic the model computes in its own dtype. Leave autocast.")
+
+
+def _with_plain_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The call's arguments with a 2D mask: with a static cache ``generate`` lays the call out before the model has seen it."""
+    mask = kwargs.get("attention_mask")
+    laid_out = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
+    return kwargs | {"attention_mask": laid_out.given} if isinstance(laid_out, Step) else kwargs
 
 
 def _with_cache(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

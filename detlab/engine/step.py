@@ -28,6 +28,7 @@ class Step:
             A padding token goes to the slot behind the last, which no query sees.
         slots_needed: slots that the buffers must have.
         window: tokens that a query sees at most, its own included; None for all.
+        given: the mask that it was made of, bool [batch, tokens so far]; None where there was none.
     """
 
     def __init__(self, batch: int, tokens: int, offset: int, mask: Tensor | None, window: int | None, dtype: torch.dtype,
@@ -42,6 +43,7 @@ class Step:
             dtype, device: of the queries.
         """
         self.tokens, self.window, self.dtype, self.device = tokens, window, dtype, device
+        self.given = mask
         self.slots: Tensor | None = None
         self._masks: dict[tuple[int, int, int, int], Tensor] = {}
         self.before: int | Tensor = offset

@@ -1,0 +1,226 @@
+"""Runs the invariance matrix: under the tier, then with it off, then in fresh processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from detlab import bits
+from detlab.engine.sampling import owned_sampling
+from detlab.process import child
+from detlab.prompts import Prompt
+from detlab.verify.axes import AXES, Axis, Trial
+from detlab.verify.certificate import AxisResult, Mismatch
+from detlab.verify.serve import Way, generated, kept_positions, logits_of, watched
+
+__all__ = ["Matrix", "first_mismatch"]
+
+Progress = Callable[[int, int, str], None]
+_IN_MEMORY = 32  # references that are kept at a time
+_NEEDS = {"rows": "rows_sharing_a_pass", "padding": "passes_with_padding", "cache": "passes_that_hit_a_cache"}
+
+
+class Matrix:
+    """The axes' results, and what both phases share."""
+
+    def __init__(self, model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], trials: int, seed: int,
+                 new_tokens: int, chosen: list[str], progress: Progress | None) -> None:  # fmt: skip
+        self.model, self.prompts, self.inputs = model, prompts, inputs
+        self.trials, self.seed, self.new_tokens = trials, seed, new_tokens
+        self.results = {name: AxisResult(name, is_twin=AXES[name].is_twin) for name in chosen}
+        self.progress, self.done, self.total = progress, 0, 2 * trials * len(chosen)
+        self.texts: dict[tuple[bool, int], list[int]] = {}
+        self._jobs: dict[bool, list[tuple[int, Way, dict[str, Any], Tensor]]] = {True: [], False: []}
+        self._shared_pool = inputs[:8]
+        self.known: OrderedDict[Any, Any] = OrderedDict()
+        self.is_tier = True
+
+    def phase(self, is_tier: bool, thread_jobs: int) -> None:
+        """All axes but that of the threads, under the tier or with it off; and that one's jobs, for comparison."""
+        self.is_tier = is_tier
+        self.known.clear()
+        for name, result in self.results.items():
+            if name == "threads":
+                continue
+            started = time.perf_counter()
+            with watched(self.model) as watch:
+                for prompt, trial in itertools.islice(self._trials(AXES[name]), 4 * self.trials):
+                    self._try(result, prompt, trial)
+                    if (result.comparisons if is_tier else result.control_comparisons) >= self.trials:
+                        break
+            result.seconds += time.perf_counter() - started
+            if is_tier:
+                result.evidence = watch.to_json()
+                need = _NEEDS.get(AXES[name].needs)
+                least = 2 if need == "rows_sharing_a_pass" else 1
+                if need and result.evidence[need] < least:
+                    result.note = f"nothing was tested: {need.replace('_', ' ')} {result.evidence[need]}"
+                    result.comparisons = result.mismatches = result.token_mismatches = 0
+        self.prepare_threads(thread_jobs)
+
+    def _trials(self, axis: Axis) -> Iterator[tuple[int, Trial]]:
+        """Trials of an axis, prompt after prompt; the same in both phases."""
+        ways = [
+            axis.trials(len(tokens) + self.new_tokens, len(tokens), random.Random(f"{self.seed} {axis.name} {index}"))
+            for index, tokens in enumerate(self.inputs)
+        ]
+        # Prompts take turns, and each begins at another of the axis's ways, so that few trials see many ways.
+        for index, way in enumerate(ways):
+            for _ in range(index):
+                next(way)
+        while True:
+            for index, way in enumerate(ways):
+                yield index, next(way)
+
+    # ------------------------------------------------------------------------------------------------------- serving
+    def text(self, prompt: int) -> list[int]:
+        """The prompt and the tokens that generate chose after it, in this phase."""
+        key = (self.is_tier, prompt)
+        if key not in self.texts:
+            tokens, _ = self._served(prompt, Way(generates=True))
+            self.texts[key] = [*self.inputs[prompt], *tokens[0].tolist()]
+        return self.texts[key]
+
+    def _pool(self, prompt: int) -> list[list[int]]:
+        return [tokens for index, tokens in enumerate(self.inputs) if index != prompt]
+
+    def _served(self, prompt: int, way: Way) -> tuple[Tensor, Tensor]:
+        """Tokens and logits of a way: each kept row of a given text, or each step of generate."""
+        if way.generates:
+            ask = self.inputs[prompt], way, self._pool(prompt), self.new_tokens, self.seed
+            model: Any = self.model
+            if way.temperature and self.is_tier:
+                with owned_sampling(model, self.seed):
+                    return generated(model, *ask)
+            return generated(model, *ask)
+        text = self.text(prompt)
+        logits = logits_of(self.model, text, way, self._pool(prompt), kept_positions(len(text)))
+        return logits.argmax(-1), logits
+
+    def _reference(self, prompt: int, way: Way) -> tuple[Tensor, Tensor]:
+        """As `_served`; the last few are kept."""
+        key = (prompt, way)
+        if key not in self.known:
+            self.known[key] = self._served(prompt, way)
+            if len(self.known) > _IN_MEMORY:
+                self.known.popitem(last=False)
+        found: tuple[Tensor, Tensor] = self.known[key]
+        return found
+
+    def reference_md5(self) -> dict[str, str]:
+        """MD5 of each prompt's reference logits under the tier."""
+        made = {}
+        for index, prompt in enumerate(self.prompts):
+            made[prompt.id] = bits.md5(self._reference(index, Way())[1][0])
+        return made
+
+    # ----------------------------------------------------------------------------------------------------- comparing
+    def _try(self, result: AxisResult, prompt: int, trial: Trial) -> None:
+        way = trial.way
+        against = trial.against or Way(generates=way.generates)
+        expected = self._reference(prompt, against)
+        actual = self._served(prompt, way)  # anew, also where it is the reference's own way
+        positions = self._positions(prompt, way)
+        theirs = self._positions(prompt, against)
+        shared = [p for p in positions if p in theirs]
+        mine, other = [positions.index(p) for p in shared], [theirs.index(p) for p in shared]
+        for row in range(len(way.rows)):
+            a = actual[0][row, mine], actual[1][row, mine]
+            b = expected[0][0, other], expected[1][0, other]
+            self._compare(result, prompt, way, against, shared, a, b)
+
+    def _positions(self, prompt: int, way: Way) -> list[int]:
+        length = len(self.inputs[prompt])
+        if way.generates:
+            return list(range(length - 1, length - 1 + self.new_tokens))
+        return kept_positions(length + self.new_tokens)
+
+    def _compare(self, result: AxisResult, prompt: int, way: Way, against: Way, positions: list[int],
+                 actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:  # fmt: skip
+        """Counts one comparison: tokens int64 [positions] and logits [positions, vocab] of each side."""
+        self.done += 1
+        if self.progress is not None:
+            self.progress(min(self.done, self.total), self.total, result.axis)
+        is_tier = self.is_tier
+        same_tokens = torch.equal(actual[0], expected[0])
+        is_same = same_tokens and bits.equal(actual[1].contiguous(), expected[1].contiguous())
+        if is_tier:
+            result.comparisons += 1
+            result.rows += len(positions)
+            result.mismatches += not is_same
+            result.token_mismatches += not same_tokens
+            if str(way) not in result.ways:
+                result.ways.append(str(way))
+        else:
+            result.control_comparisons += 1
+            result.control_mismatches += not is_same
+            result.control_token_mismatches += not same_tokens
+        if is_same or (result.first if is_tier else result.control_first) is not None:
+            return
+        found = first_mismatch(self.prompts[prompt].id, way, against, positions, actual, expected)
+        if is_tier:
+            result.first = found
+        else:
+            result.control_first = found
+
+    # ------------------------------------------------------------------------------------------------------- threads
+    def prepare_threads(self, share: int) -> None:
+        """Serves the jobs of the threads axis in this process, for comparison; ``share``: jobs for each fresh process."""
+        for prompt, trial in itertools.islice(self._trials(AXES["threads"]), share):
+            text = self.text(prompt)
+            keep = kept_positions(len(text))
+            logits = logits_of(self.model, text, trial.way, self._shared_pool, keep)[0]
+            job = {"text": text, "way": trial.way.to_json(), "keep": keep}
+            self._jobs[self.is_tier].append((prompt, trial.way, job, logits))
+
+    def threads(self, folder: Path, tier: str, counts: Sequence[int]) -> None:
+        """The axis of the threads: the same jobs in a fresh process for each number of threads."""
+        result, started = self.results["threads"], time.perf_counter()
+        asked = {name: [job for _, _, job, _ in self._jobs[is_tier]] for name, is_tier in (("jobs", True), ("control", False))}
+        evidence: dict[str, int] = {}
+        for count in counts:
+            variables = {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
+            request = {"model": str(folder), "tier": tier, "threads": count, "pool": self._shared_pool, **asked}
+            with child(request, variables, None, module="detlab.verify.worker") as made:
+                logits = load_file(made / "logits.safetensors")
+                seen = json.loads((made / "evidence.json").read_text(encoding="utf-8"))
+            evidence = {name: max(value, evidence.get(name, 0)) for name, value in seen.items()}
+            for is_tier, name in ((True, "tier"), (False, "stock")):
+                self.is_tier = is_tier
+                for number, (prompt, way, _, expected) in enumerate(self._jobs[is_tier]):
+                    actual = logits[f"{name}.{number}"][0]
+                    sides = [(side.argmax(-1), side) for side in (actual, expected)]
+                    self._compare(result, prompt, replace(way, threads=count), way, self._positions(prompt, way), *sides)
+        result.evidence, result.seconds = evidence, time.perf_counter() - started
+
+
+def first_mismatch(prompt_id: str, way: Way, against: Way, positions: Sequence[int], actual: tuple[Tensor, Tensor],
+                   expected: tuple[Tensor, Tensor]) -> Mismatch:  # fmt: skip
+    """Describes the first position at which two servings of a text differ.
+
+    Args:
+        prompt_id, way, against: what was served, and how.
+        positions: token positions of the rows.
+        actual, expected: tokens int64 [positions] and logits [positions, vocab].
+    """
+    for row, position in enumerate(positions):
+        a, b = actual[1][row].contiguous(), expected[1][row].contiguous()
+        tokens = (int(actual[0][row]), int(expected[0][row]))
+        if not bits.equal(a, b):
+            count = int((bits.int_view(a) != bits.int_view(b)).sum())
+            ulp = int(bits.ulp_distance(a, b).max())
+            return Mismatch(prompt_id, position, str(way), str(against), (count, a.numel()), ulp, tokens)
+        if tokens[0] != tokens[1]:
+            return Mismatch(prompt_id, position, str(way), str(against), (0, a.numel()), 0, tokens)
+    raise AssertionError("the two servings are equal")

@@ -1,0 +1,42 @@
+"""The child of the threads axis, ``python -m detlab.verify.worker FOLDER``: serves texts with another number of threads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from detlab.engine import session as engine
+from detlab.process import receive_model
+from detlab.verify.serve import Way, logits_of, watched
+
+__all__ = ["main"]
+
+
+def _served(model: nn.Module, jobs: list[dict[str, Any]], pool: list[list[int]], name: str, out: dict[str, Tensor]) -> None:
+    for number, job in enumerate(jobs):
+        out[f"{name}.{number}"] = logits_of(model, job["text"], Way.from_json(job["way"]), pool, job["keep"]).contiguous()
+        print("progress", len(out), 0, flush=True)
+
+
+def main(folder: Path) -> None:
+    """Executes the request in ``folder``: jobs under the tier, and jobs with it off."""
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    torch.set_num_threads(request["threads"])
+    model = receive_model(Path(request["model"]))
+    out: dict[str, Tensor] = {}
+    with engine.applied(model, request["tier"]), watched(model) as watch:
+        _served(model, request["jobs"], request["pool"], "tier", out)
+    _served(model, request["control"], request["pool"], "stock", out)
+    save_file(out, folder / "logits.safetensors")
+    evidence = watch.to_json() | {"threads": torch.get_num_threads()}
+    (folder / "evidence.json").write_text(json.dumps(evidence), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
