@@ -28,8 +28,8 @@ from detlab.environment import cache_dir, environment
 
 __all__ = ["Ledger", "RowRule", "draw", "find_row_rule", "ledger", "one_thread", "pad_rows"]
 
-_FORMAT = 1  # raise it when what is measured, or how, changes: older measurements are then made again
-MOST_ROWS = 1024  # more rows than were measured at once are computed in pieces
+_FORMAT = 3  # raise it when what is measured, or how, changes: older measurements are then made again
+MOST_ROWS = 2048  # more rows than were measured at once are computed in pieces
 
 
 @contextmanager
@@ -81,7 +81,7 @@ RowKernel = Callable[[Tensor], Tensor]
 
 def _row_counts(granule: int, most: int) -> list[int]:
     """Row counts to be measured: the first eight multiples, and some around the tile edges of known kernels."""
-    edges = (12, 16, 20, 24, 28, 32, 36, 48, 60, 64, 68, 96, 100, 128, 160, 192, 196, 256, 260, 512, 516, MOST_ROWS)
+    edges = (12, 16, 20, 24, 28, 32, 36, 48, 60, 64, 68, 96, 100, 128, 160, 192, 196, 256, 260, 512, 516, 1024, MOST_ROWS)
     counts = {granule * k for k in range(1, 9)} | {-(-edge // granule) * granule for edge in edges}
     return sorted(count for count in counts if count <= most)
 
@@ -109,7 +109,7 @@ def find_row_rule(kernel: RowKernel, width: int, dtype: torch.dtype, granules: t
         if not stable:
             continue
         threaded = torch.get_num_threads() == 1 or _is_one_class(kernel, base, reference, granule, heavy)
-        return RowRule(granule, MOST_ROWS, threaded)
+        return RowRule(granule, MOST_ROWS // 2 if heavy else MOST_ROWS, threaded)
     return None
 
 
@@ -121,7 +121,7 @@ def _is_one_class(kernel: RowKernel, base: Tensor, reference: Tensor, granule: i
             return False
     counts = _row_counts(granule, MOST_ROWS)
     if heavy:
-        counts = [count for count in counts if count <= 8 * granule or count in (64, 128, MOST_ROWS)]
+        counts = [count for count in counts if count <= 8 * granule or count in (64, 128, MOST_ROWS // 2)]
     for count in counts:
         if count > size:
             wide, expected = base.repeat(-(-count // size), 1)[:count], reference.repeat(-(-count // size), 1)[:count]
