@@ -1,5 +1,6 @@
 """Recovered trees: equal to planted ones, replayed bit by bit on what kernels do, and refused where there is none."""
 
+import itertools
 import math
 import os
 import random
@@ -153,6 +154,12 @@ def test_sixteen_bit_outputs_are_counted_in_parts(op, shape, dtype):
         assert tree.is_confirmed
 
 
+def test_a_scaled_float16_output_that_cannot_be_counted_is_refused():
+    with pytest.raises(AccumulationError, match="torch.float16 is too coarse to count such steps. Ask for the sum instead"):
+        tree_of("mean", 1500, dtype=torch.float16)
+    assert tree_of("sum(-1)", 1500, dtype=torch.float16).is_confirmed
+
+
 def test_float64_and_a_float64_accumulator():
     assert tree_of("mm", 100, dtype=torch.float64).arithmetic.accumulator == "float64"
     tree = tree_of(lambda x: x.double().cumsum(0)[-1].float(), 64)
@@ -217,13 +224,13 @@ def test_row_counts_of_another_bit_class_have_another_tree_and_of_the_same_class
         small, large = members[0], members[-1]
         assert order(small, small - 1, 3) == order(large, small - 1, 3)
     compared = 0
-    for first, second in zip(classes, classes[1:], strict=False):
+    for first, second in itertools.combinations(classes, 2):
         at = first_difference(k, columns, first[0], second[0])
         if at is None:
-            continue  # the classes differ elsewhere, such as in the rows' places
+            continue  # the two agree where both have a row; what parted them stands elsewhere
         compared += 1
         assert order(first[0], at[0], at[2]) != order(second[0], at[1], at[2])
-    assert compared == len(classes) - 1 or len(classes) > 3
+    assert compared > 0 or len(classes) == 1
 
 
 SIGNATURE = """
@@ -543,8 +550,8 @@ def test_names_are_escaped_in_html():
     assert "<b>" not in page and "&lt;b&gt;&amp;" in page
 
 
-def test_1024_terms_take_seconds():
+@pytest.mark.parametrize("op", ["sum(-1)", "sum(0)", "mm", "linear", "attention"])
+def test_1024_terms_take_less_than_ten_seconds(op):
     start = time.perf_counter()
-    for op in ("sum(-1)", "sum(0)", "mm", "linear"):
-        assert tree_of(op, 1024).is_confirmed
-    assert time.perf_counter() - start < 40  # ten seconds each; a fraction of a second where nothing else runs
+    tree = tree_of(op, 1024)
+    assert tree.is_confirmed and time.perf_counter() - start < 10  # a fraction of a second where nothing else runs

@@ -15,7 +15,7 @@ when it reaches i.
 
 * M swallows what is added to it: M = 2**100 in float32, bfloat16 and float64 (units up to 2**46 in a float64 accumulator);
   in float16, M = 2**15 and units of 2**-24, which a float32 accumulator still swallows (2**15 * 2**-24 = 2**-9).
-* Survivors can be counted exactly: up to 2**24 in a float32 output, 2048 in float16, 256 in bfloat16, and an eighth of that
+* Survivors can be counted exactly: up to 2**24 in a float32 output, 2048 in float16, 256 in bfloat16, and a quarter of that
   where the op scales its sum. Units stand on no more terms than that at once; larger sets are counted in parts.
 * The order depends on shapes, never on the numbers, and each call repeats the last one's order.
 * Every term counts once and with one weight. Fused multiply-adds are invisible, since a product with 1 is exact; so is an
@@ -72,7 +72,8 @@ def accumulation_tree(
         fn: a function that takes a tensor [n] and returns the sum of its terms (or a fixed multiple of it); or the name of an
             op: "sum(-1)", "sum(0)", "mean", "cumsum", "index_add", "mm", "linear", "attention" (the weighted sum of V),
             "softmax" (its denominator), "rms_norm" (its mean of squares); or torch's function of that name; or an
-            ``nn.Linear``, whose shape and dtype are used.
+            ``nn.Linear``, whose shape and dtype are used (its bias is left out). Named ops run on the CPU; a function may
+            move its terms to another device.
         n: number of terms: the length of the axis that is summed.
         dtype: of the terms: float32, bfloat16, float16 or float64.
         rows, row: for named ops: the call has this many rows (queries, for attention), and this one's sum is meant; 1 and 0
@@ -228,17 +229,19 @@ class Probe:
             self.huge, self.unit, self.limit = huge, unit, most
             one = self._ask(self._units([0]))
             scale = float(one) / self.unit if source.scale is None else source.scale
-            blur = torch.finfo(one.dtype).smallest_normal * torch.finfo(one.dtype).eps / 2  # half the least subnormal
+            # The output's least steps in one unit: where they are few and no whole number, counts cannot be told apart.
+            steps = self.unit * abs(scale) / (torch.finfo(one.dtype).smallest_normal * torch.finfo(one.dtype).eps)
             is_seen = math.isfinite(scale) and scale != 0 and abs(float(one) / self.unit / scale - 1) < 0.2
-            if is_seen and (scale == 1 or blur < 0.15 * self.unit * abs(scale)):
+            if is_seen and (steps > 4 or steps.is_integer()):
                 break
         else:
-            raise AccumulationError(
-                f"{source.words}: one term of {self.unit} among zeros gives {float(one)}: this is no sum of its terms."
-            )
+            why = "this is no sum of its terms"
+            if is_seen:
+                why = f"{one.dtype} is too coarse to count such steps. Ask for the sum instead of the mean, or for fewer terms"
+            raise AccumulationError(f"{source.words}: one term of {self.unit} among zeros gives {float(one)}: {why}.")
         self.scale = scale
         digits = _DIGITS[one.dtype]
-        self.limit = min(self.limit, 2**digits if scale == 1 else 2 ** (digits - 3))
+        self.limit = min(self.limit, 2**digits if scale == 1 else 2 ** (digits - 2))
         if source.is_foreign:
             self._refuse_what_is_no_sum()
 

@@ -125,7 +125,7 @@ def from_function(fn: Callable[[Tensor], Any], shape: Shape) -> Summands:
 
     def ask(terms: Tensor) -> Tensor:
         found = fn(terms.clone())  # a clone: the function may write to what it is given
-        value = found.detach() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
+        value = found.detach().cpu() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
         if value.numel() != 1:
             raise UsageError(
                 f"accumulation_tree needs a function that returns one number; {name} returned {list(value.shape)}. "
