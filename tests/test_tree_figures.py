@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from detlab.divergence.accumulation_words import leaves_of, lines
+from detlab.divergence.accumulation_words import leaves_of, lines, parts
 from detlab.divergence.trees import AccumulationTree
 from detlab.errors import UsageError
 from detlab.viz import draw_tree, draw_trees
@@ -68,6 +68,18 @@ def test_terms_of_each_line_are_coloured(tree) -> None:
         others = [leaf for member in line.members[1:] for leaf in leaves_of(tree.n, tree.nodes, member)]
         if others:
             assert blue[at].nonzero()[0].tolist() == sorted(others)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_parts_of_a_tree_hold_each_of_its_terms_once(seed) -> None:
+    tree = shapeless(seed + 1, seed, 2 + seed % 3)
+    waiting = [parts(tree.n, tree.nodes)]
+    while waiting:
+        part = waiting.pop()
+        inside = [leaf for run in part.runs for member in run.members for leaf in leaves_of(tree.n, tree.nodes, member)]
+        assert part.kind == "term" or sorted(inside) == leaves_of(tree.n, tree.nodes, part.nodes)
+        assert part.kind == "term" or sum(run.count * run.part.size for run in part.runs) == part.size
+        waiting += [run.part for run in part.runs]
 
 
 @pytest.mark.parametrize("n", [16, 64, 256, 1024])

@@ -130,12 +130,11 @@ class _Reader:
         else:
             groups.append([(at,)])
         groups.reverse()
-        runs = groups
         # The single terms that a chain starts with are a block of their own where blocks follow.
         if len(groups) > 1 and groups[0][0][0] < self.n and len(groups[0]) > 1:
             start = self._start_of(node, sum(len(group) for group in groups[1:]))
-            runs = [[(start,)], *groups[1:]]
-        made = [self._run(members) for group in runs for members in self._alike(group)]
+            groups[0] = [(start,)]
+        made = [self._run(members) for group in groups for members in self._alike(group)]
         return self._whole(CHAIN, node, _with_cycles(made))
 
     def _peel(self, at: int) -> tuple[list[tuple[int, ...]], int, bool]:
@@ -143,7 +142,7 @@ class _Reader:
         _, wanted = self._split(at)
         shape, found = self._shapes(wanted), []
         while at >= self.n:
-            spine, branch = self._split(at, shape)
+            spine, branch = self._split(at)
             if self._shapes(branch) != shape:
                 break
             found.append(branch)
@@ -152,7 +151,7 @@ class _Reader:
         found.reverse()  # in the order in which they are added
         return ([(at,), *found] if is_uniform else found), at, is_uniform
 
-    def _split(self, node: int, shape: tuple[int, ...] | None = None) -> tuple[int, tuple[int, ...]]:
+    def _split(self, node: int) -> tuple[int, tuple[int, ...]]:
         """A node's running sum and what is added to it: the larger child is the sum, and of equal ones the earlier."""
         children = self.nodes[node - self.n]
         spine = max(children, key=lambda child: (self.size[child], -self.first[child]))
