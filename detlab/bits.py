@@ -158,7 +158,7 @@ def _int_mm_is_exact() -> bool:
 
 def _project(rows: Tensor, table: Tensor) -> Tensor:
     """Exact integer product of int8 matrices, [num_rows, length] x [length, 8] -> int32."""
-    if rows.device.type == "cuda":  # its int8 product wants more than 16 rows and lengths that are multiples of 8
+    if rows.is_cuda:  # its int8 product wants more than 16 rows and lengths that are multiples of 8
         spare_rows, spare = max(0, 17 - rows.shape[0]), -rows.shape[1] % 8
         padded = torch.nn.functional.pad(rows, (0, spare, 0, spare_rows))
         return torch._int_mm(padded, torch.nn.functional.pad(table, (0, 0, 0, spare)))[: rows.shape[0]]
@@ -177,22 +177,23 @@ def project_rows(rows: Tensor) -> Tensor:
         int32 [num_rows, 8 * pieces]; one piece for each 65,536 bytes of a row.
     """
     num_rows, width = rows.shape
-    if num_rows == 0 or width == 0:
+    length = width * rows.element_size()
+    if num_rows * length == 0:
         return torch.zeros((num_rows, NUM_PROJECTIONS), dtype=torch.int32, device=rows.device)
-    step = max(1, CHUNK_BYTES // (width * rows.element_size()))
-    if num_rows <= step:
-        return _project_slice(rows)
-    return torch.cat([_project_slice(rows[start : start + step]) for start in range(0, num_rows, step)])
+    if num_rows * length <= CHUNK_BYTES:
+        return _project_slice(rows, length)
+    step = max(1, CHUNK_BYTES // length)
+    return torch.cat([_project_slice(rows[start : start + step], length) for start in range(0, num_rows, step)])
 
 
-def _project_slice(rows: Tensor) -> Tensor:
+def _project_slice(rows: Tensor, length: int) -> Tensor:
+    """Projects rows of ``length`` bytes each."""
     if rows.is_complex() or rows.is_neg():
         rows = int_view(rows).flatten(1)
     octets = rows.contiguous().view(torch.int8)
-    length = octets.shape[1]
-    table = byte_coefficients(min(length, PIECE_BYTES), rows.device)
     if length <= PIECE_BYTES:
-        return _project(octets, table)
+        return _project(octets, byte_coefficients(length, rows.device))
+    table = byte_coefficients(PIECE_BYTES, rows.device)
     pieces = [octets[:, start : start + PIECE_BYTES] for start in range(0, length, PIECE_BYTES)]
     return torch.cat([_project(piece.contiguous(), table[: piece.shape[1]]) for piece in pieces], 1)
 
@@ -200,8 +201,7 @@ def _project_slice(rows: Tensor) -> Tensor:
 def fold(projections: Tensor) -> np.ndarray:
     """Folds projections [num_rows, 8 * pieces] into digests, int64 [num_rows], on the host."""
     values = projections.cpu().numpy().astype(np.int64)
-    with np.errstate(over="ignore"):
-        folded: np.ndarray = (values * _fold_multipliers(values.shape[1] // NUM_PROJECTIONS)).sum(-1, dtype=np.int64)
+    folded: np.ndarray = values @ _fold_multipliers(values.shape[1] // NUM_PROJECTIONS)  # integers wrap around
     return folded
 
 

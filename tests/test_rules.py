@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from detlab.trace.layout import cut_of, feature, has_rows, plain, rows_of, unpair
-from detlab.trace.plans import Layouts, make_plan, op_info
+from detlab.trace.plans import Kinds, make_plan, op_info
 from tests.bit_classes import draw
 from tests.test_layout import Follow, batch, token
 
@@ -290,7 +290,7 @@ def relations(fn, inputs):
                 for tensor in flat_tensors([value]):
                     sources.append((position, before[id(tensor)]))
             outputs = [result] if isinstance(result, torch.Tensor) else list(result)
-            plan = make_plan(op_info(func), args, kwargs or {}, sources, outputs, self.layout_of, Layouts())
+            plan = make_plan(op_info(func), args, kwargs or {}, sources, outputs, self.layout_of, Kinds())
             found.clear()
             found.update(plan.inputs)
             return result

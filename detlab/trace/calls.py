@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def begin_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 def _bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
-        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
+        bound = _signature_of(model.forward).bind_partial(*args, **kwargs)
     except TypeError:  # the model itself will say what is wrong with the call
         return dict(kwargs)
     values: dict[str, Any] = {}
@@ -91,6 +92,18 @@ def _bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
         else:
             values[name] = value
     return values
+
+
+def _signature_of(forward: Any) -> inspect.Signature:
+    """The signature of a model's forward; reading it anew for every step of a decode loop would be felt."""
+    function = getattr(forward, "__func__", None)
+    return inspect.signature(forward) if function is None else _method_signature(function)
+
+
+@lru_cache(maxsize=32)
+def _method_signature(function: Any) -> inspect.Signature:
+    signature = inspect.signature(function)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _cache_of(values: Any) -> Any:

@@ -17,6 +17,7 @@ from detlab.trace.calls import CallContext
 from detlab.trace.hooks import ModuleHooks, Observer
 from detlab.trace.layout import Layout
 from detlab.trace.live import LiveTensors
+from detlab.trace.plans import shared_plans
 from detlab.trace.recorder import Recorder
 from detlab.trace.records import Call, OpRecord, TensorRecord, Trace
 from detlab.trace.store import save_trace
@@ -68,7 +69,9 @@ def capture(model: nn.Module, save: Save = "digest", *, level: str = "ops", obse
             with Recorder(model, trace, chosen, context):
                 yield trace
         else:
-            hooks = ModuleHooks(model, LiveTensors(trace, model), context, chosen, records_outputs=True)
+            modules = list(model.named_modules())
+            live = LiveTensors(trace, modules, shared_plans())
+            hooks = ModuleHooks(model, modules, live, context, chosen, records_outputs=True)
             hooks.attach()
             try:
                 yield trace

@@ -29,6 +29,8 @@ _PLACES = {
     "index_put": {1}, "index_put_": {1}, "_grouped_mm": {2},
 }  # fmt: skip
 _UNINITIALISED = {"empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided", "empty_permuted"}
+#: A process that knows more plans than this starts anew with its next capture.
+MAX_PLANS = 8192
 # Their effect on rows follows from the values of an index.
 _READS_VALUES = {"index", "index_select", "index_copy", "index_copy_"}
 
@@ -47,17 +49,17 @@ class OpInfo:
     is_hashed: bool
     is_planned: bool
     context: set[int]
-    plans: dict[Any, Plan] = field(default_factory=dict)  # by layouts and plain arguments
+    plans: dict[Any, Plan] = field(default_factory=dict)  # by kinds and plain arguments
 
 
-@dataclass(slots=True)
-class Output:
-    """How to treat one output of an op."""
+@dataclass(slots=True, eq=False)
+class Kind:
+    """What all tensors of one shape, dtype and layout have in common. There is one object for each, compared by identity."""
 
     shape: tuple[int, ...]
+    dtype: torch.dtype
+    dtype_name: str
     layout: Layout | None
-    layout_id: str
-    keeps_rows: bool
     status: str
     batch: Index | None
     slots: Index | None  # relative to the call's first query slot
@@ -66,52 +68,123 @@ class Output:
     num_rows: int
     width: int
     is_flat: bool  # rows are contiguous stretches: a reshape cuts them
+    is_opaque: bool  # sparse or quantized: there are no bits to read
+    numel: int
+    num_bytes: int
 
 
 @dataclass(slots=True)
 class Plan:
-    """What an op does, for given layouts of its inputs and plain arguments."""
+    """What an op does, for given kinds of its inputs and plain arguments."""
 
-    outputs: list[Output]
+    outputs: tuple[Kind, ...]
     inputs: tuple[tuple[str, str], ...]  # (name, relation)
     is_move: bool
+    keeps_rows: tuple[bool, ...]  # per output: a move left each row's elements complete and in order
 
 
-class Layouts:
-    """Names layouts, so that a plan's key is short; "" is unlaid. Names are no numbers: an op's arguments may be those."""
+class Kinds:
+    """Finds the kind of a tensor."""
 
     def __init__(self) -> None:
-        self._names: dict[Layout, str] = {}
+        self._known: dict[tuple[Any, ...], Kind] = {}
+        self._plain: dict[tuple[Any, ...], Kind] = {}
 
-    def name(self, layout: Layout | None) -> str:
-        """The layout's name."""
-        if layout is None:
-            return ""
-        found = self._names.get(layout)
+    def of(self, tensor: Tensor, layout: Layout | None) -> Kind:
+        """The kind of a tensor with this layout."""
+        is_opaque = tensor.layout != torch.strided or tensor.is_quantized
+        at = (tensor.shape, tensor.dtype, is_opaque, layout)
+        found = self._known.get(at)
         if found is None:
-            found = self._names[layout] = f"layout {len(self._names)}"
+            found = self._known[at] = _make_kind(tensor, layout, is_opaque)
         return found
 
-    def output(self, tensor: Tensor, layout: Layout | None) -> Output:
-        """How to treat a tensor of this shape and layout."""
-        shape = tuple(tensor.shape)
-        name = self.name(layout)
-        if layout is None or not lay.has_rows(layout):
-            # Small ones are hashed flat: what a view of them says must not depend on its shape.
-            is_small = tensor.numel() * tensor.element_size() <= PIECE_BYTES
-            width = max(1, tensor.numel()) if is_small else (shape[-1] if shape else 1)
-            num_rows = tensor.numel() // width if width else 0
-            status = "unlaid" if layout is None else "whole"
-            return Output(shape, layout, name, False, status, None, None, None, False, num_rows, width, True)
-        cut = lay.cut_of(layout)
-        return Output(
-            shape, layout, name, False, "rows", cut.batch, cut.slots, cut.pairs, cut.columns is not None, cut.num_rows,
-            cut.width, cut.is_flat,
+    def plain(self, tensor: Tensor) -> Kind:
+        """The kind of a tensor that has features only."""
+        at = (tensor.shape, tensor.dtype, tensor.layout)
+        found = self._plain.get(at)
+        if found is None:
+            found = self._plain[at] = self.of(tensor, lay.plain(tensor.shape))
+        return found
+
+
+def _make_kind(tensor: Tensor, layout: Layout | None, is_opaque: bool) -> Kind:
+    shape, numel = tuple(tensor.shape), tensor.numel()
+    num_bytes = numel * tensor.element_size()
+    dtype_name = str(tensor.dtype).removeprefix("torch.")
+    if layout is None or not lay.has_rows(layout):
+        # Small ones are hashed flat: what a view of them says must not depend on its shape.
+        width = max(1, numel) if num_bytes <= PIECE_BYTES else (shape[-1] if shape else 1)
+        num_rows = numel // width if width else 0
+        status = "unlaid" if layout is None else "whole"
+        return Kind(
+            shape, tensor.dtype, dtype_name, layout, status, None, None, None, False, num_rows, width, True, is_opaque, numel,
+            num_bytes,
         )  # fmt: skip
+    cut = lay.cut_of(layout)
+    return Kind(
+        shape, tensor.dtype, dtype_name, layout, "rows", cut.batch, cut.slots, cut.pairs, cut.columns is not None,
+        cut.num_rows, cut.width, cut.is_flat, is_opaque, numel, num_bytes,
+    )  # fmt: skip
+
+
+class Plans:
+    """Remembers what ops do to rows: by op, kinds of the input tensors, and plain arguments."""
+
+    def __init__(self) -> None:
+        self.kinds = Kinds()
+        self.infos: dict[int, OpInfo] = {}  # by the id of the op, which the info keeps alive
+
+    def info(self, func: Any) -> OpInfo:
+        """What an op's schema says."""
+        found = self.infos.get(id(func))
+        if found is None:
+            found = self.infos[id(func)] = op_info(func)
+        return found
+
+    def find(self, info: OpInfo, key: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+             outputs: Sequence[Tensor], layout_of: Callable[[Tensor], Layout | None]) -> Plan:  # fmt: skip
+        """The plan of a call of an op; made where there is none, or where the outputs are not what it says."""
+        name: tuple[Any, ...] | None = tuple(key) if info.is_planned else None
+        try:
+            plan = info.plans.get(name)
+        except TypeError:  # an argument that cannot be part of a key
+            plan = name = None
+        if plan is not None and len(plan.outputs) == len(outputs):
+            for kind, tensor in zip(plan.outputs, outputs, strict=True):
+                if kind.shape != tensor.shape or kind.dtype is not tensor.dtype:
+                    break
+            else:
+                return plan
+        sources = [(position, layout_of(tensor)) for position, tensor in _tensors(args, kwargs)]
+        plan = make_plan(info, args, kwargs, sources, outputs, layout_of, self.kinds)
+        if name is not None:
+            info.plans[name] = plan
+        return plan
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, Tensor]]:
+    """The tensors among an op's arguments, in order, with their positions (-1 for a keyword)."""
+    found = []
+    for position, value in enumerate(args):
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        found += [(position, item) for item in items if isinstance(item, Tensor)]
+    return found + [(-1, value) for value in kwargs.values() if isinstance(value, Tensor)]
+
+
+_shared = Plans()
+
+
+def shared_plans() -> Plans:
+    """The plans of all captures of this process: the second capture of a model makes none."""
+    global _shared
+    if sum(len(info.plans) for info in _shared.infos.values()) > MAX_PLANS:
+        _shared = Plans()
+    return _shared
 
 
 def make_plan(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], sources: Sequence[tuple[int, Layout | None]],
-              outputs: list[Tensor], layout_of: Callable[[Tensor], Layout | None], layouts: Layouts) -> Plan:  # fmt: skip
+              outputs: Sequence[Tensor], layout_of: Callable[[Tensor], Layout | None], kinds: Kinds) -> Plan:  # fmt: skip
     """Finds out what an op does to rows.
 
     Args:
@@ -119,15 +192,14 @@ def make_plan(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], sourc
         sources: (argument position or -1 for a keyword, layout) of each input tensor, in order.
         outputs: its output tensors.
         layout_of: tells an input tensor's layout.
-        layouts: names the outputs' layouts.
+        kinds: finds the outputs' kinds.
     """
-    found = propagate(info.func, args, kwargs, outputs, layout_of)
+    found = propagate(info.func, args, kwargs, list(outputs), layout_of)
     is_move = info.is_move and bool(sources) and not info.writes
     if info.name == "_to_copy" and sources:
         is_move = outputs[0].dtype == args[0].dtype
-    made = [layouts.output(tensor, layout) for tensor, layout in zip(outputs, found, strict=True)]
-    for out in made:
-        out.keeps_rows = is_move and _keeps_rows(sources[0][1], out.layout)
+    made = tuple([kinds.of(tensor, layout) for tensor, layout in zip(outputs, found, strict=True)])
+    keeps_rows = tuple([is_move and _keeps_rows(sources[0][1], layout) for layout in found])
     counts = {position: 0 for position, _ in sources}
     keywords = iter([name for name, value in kwargs.items() if isinstance(value, Tensor)])
     named = []
@@ -142,7 +214,7 @@ def make_plan(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], sourc
         if relation == "whole" and position in _PLACES.get(info.name, ()):
             relation = "place"
         named.append((name, relation))
-    return Plan(made, tuple(named), is_move)
+    return Plan(made, tuple(named), is_move, keeps_rows)
 
 
 def op_info(func: Any) -> OpInfo:
