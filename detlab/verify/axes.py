@@ -39,7 +39,7 @@ class Axis:
         name: its name.
         asks: what must not change the bits, in words.
         trials: (length of the text, length of its prompt, random numbers) -> trials without end.
-        is_twin: the stock model must be equal here, too; on other axes it is expected to part where the machine's kernels do.
+        is_twin: the stock model is expected to be equal here, too; on other axes, to part where the machine's kernels do.
         needs: what the record of calls must show, or the axis was not tested: "rows", "padding", "cache" or nothing.
     """
 
