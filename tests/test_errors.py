@@ -30,4 +30,4 @@ def test_each_error_is_a_detlab_error_with_one_line_of_explanation(name):
 
 def test_bad_arguments_are_value_errors_and_nothing_else_is():
     value_errors = {name for name in errors.__all__ if issubclass(getattr(errors, name), ValueError)}
-    assert value_errors == {"UsageError", "ConditionError", "PromptError"}
+    assert value_errors == {"UsageError", "ConditionError", "CoverageError", "PromptError"}

@@ -27,9 +27,9 @@ def canonical_elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[Ten
 
     def canonical(x: Tensor) -> Tensor:
         spare = -x.numel() % VECTOR
+        if not spare and torch.get_num_threads() == 1:  # the short way, taken nearly always
+            return function(x if x.is_contiguous() else x.contiguous())
         with one_thread():
-            if not spare and x.is_contiguous():
-                return function(x.view(-1)).view(x.shape)
             flat = x.reshape(-1)
             padded = F.pad(flat, (0, spare)) if spare else flat
             return function(padded)[: flat.numel()].view(x.shape)

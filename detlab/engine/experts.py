@@ -31,8 +31,25 @@ def is_router(module: nn.Module) -> bool:
     return type(module).__name__.endswith(("Router", "Gate")) and isinstance(weight, nn.Parameter) and weight.ndim == 2
 
 
+class CanonicalExpert(nn.Module):
+    """One expert: a module of its own, so that a trace names it, whichever other experts have rows."""
+
+    def __init__(self, up: CanonicalLinear, down: CanonicalLinear, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.activation = up, down, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The expert's result for [rows, hidden]."""
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(self.activation(gate) * up)
+
+
 class CanonicalExperts:
-    """The forward of a module of stacked experts."""
+    """The forward of a module of stacked experts.
+
+    Attributes:
+        experts: one module each, for the model to take in as children while the tier is in force.
+    """
 
     def __init__(self, module: Any, activation: Callable[[Tensor], Tensor], what: str, is_padded: bool = True) -> None:
         """Packs the experts' weights.
@@ -47,35 +64,45 @@ class CanonicalExperts:
                 f"{what}: experts of this layout ({', '.join(odd) or 'split over processes'}) are not covered by the "
                 "invariant tier; Mixtral's and Qwen's are."
             )
-        self.num_experts = module.gate_up_proj.shape[0]
-        self.activation = activation
-        self.up = [CanonicalLinear(weight, None, f"{what}.gate_up_proj", is_padded) for weight in module.gate_up_proj.detach()]
-        self.down = [CanonicalLinear(weight, None, f"{what}.down_proj", is_padded) for weight in module.down_proj.detach()]
+        up = [CanonicalLinear(weight, None, f"{what}.gate_up_proj", is_padded) for weight in module.gate_up_proj.detach()]
+        down = [CanonicalLinear(weight, None, f"{what}.down_proj", is_padded) for weight in module.down_proj.detach()]
+        self.experts = [CanonicalExpert(u, d, activation).eval() for u, d in zip(up, down, strict=True)]
+
+    def layers(self) -> list[CanonicalLinear]:
+        """All products."""
+        return [layer for expert in self.experts for layer in (expert.up, expert.down)]
 
     def tune(self) -> None:
         """Looks up the rules for the number of threads now set."""
-        for layer in (*self.up, *self.down):
+        for layer in self.layers():
             layer.tune()
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As the module's forward: [tokens, hidden] and each token's experts and weights, [tokens, chosen]."""
         tokens, chosen = top_k_index.shape
-        experts = top_k_index.reshape(-1)
-        order = experts.argsort(stable=True)
-        counts = torch.bincount(experts, minlength=self.num_experts).tolist()
+        if tokens == 1:  # nothing to sort
+            chosen_experts = [self.experts[expert] for expert in top_k_index[0].tolist()]
+            return self._combine(torch.cat([expert(hidden_states) for expert in chosen_experts])[None], top_k_weights)
+        choices = top_k_index.reshape(-1)
+        order = choices.argsort(stable=True)
+        counts = torch.bincount(choices, minlength=len(self.experts)).tolist()
         results = hidden_states.new_zeros(tokens * chosen, hidden_states.shape[-1])
         start = 0
-        for expert, count in enumerate(counts[: self.num_experts]):
+        for expert, count in zip(self.experts, counts, strict=False):
             if count:
                 mine = order[start : start + count]
-                gate, up = self.up[expert](hidden_states[mine // chosen]).chunk(2, -1)
-                results[mine] = self.down[expert](self.activation(gate) * up)
+                results[mine] = expert(hidden_states[mine // chosen])
                 start += count
-        parts = results.view(tokens, chosen, -1).float() * top_k_weights.float().unsqueeze(-1)
+        return self._combine(results.view(tokens, chosen, -1), top_k_weights)
+
+    @staticmethod
+    def _combine(results: Tensor, weights: Tensor) -> Tensor:
+        """Adds each token's weighted results, [tokens, chosen, hidden], the likeliest first."""
+        parts = results.float() * weights.float().unsqueeze(-1)
         total = parts[:, 0]
-        for choice in range(1, chosen):
+        for choice in range(1, parts.shape[1]):
             total = total + parts[:, choice]
-        return total.to(hidden_states.dtype)
+        return total.to(results.dtype)
 
 
 class _CanonicalWeights(TorchFunctionMode):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -28,7 +30,12 @@ def install(session: Session, model: PreTrainedModel) -> None:
         UsageError: a module is one that the tier does not know how to make invariant.
         MachineError: this machine has no stable shape for one of its products.
     """
-    for name, module in model.named_modules():
+    groups = _groups(session, model)
+    for name, module in list(model.named_modules()):
+        if name in groups:
+            group, place = groups[name]
+            session.replace(module, name, "linear", functools.partial(group.part, place))
+            continue
         kind, part = _part_for(session, name, module)
         if part is not None:
             session.replace(module, name, kind, part)
@@ -50,8 +57,11 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
             return "experts", None
         experts = CanonicalExperts(module, canonical_elementwise(getattr(module, "act_fn", nn.functional.silu)), name, padded)
         session.tunables.append(experts)
-        _release(session, module.gate_up_proj, experts.up)
-        _release(session, module.down_proj, experts.down)
+        for number, expert in enumerate(experts.experts):
+            module.add_module(str(number), expert)
+            session.on_undo(functools.partial(module._modules.pop, str(number)))
+        _release(session, module.gate_up_proj, experts.layers())
+        _release(session, module.down_proj, experts.layers())
         return "experts", experts
     if is_router(module):
         if not session.wants(name, "router"):
@@ -82,11 +92,7 @@ class _Linear:
     """The forward of a linear module; its weight is packed anew when it was changed in place, or replaced."""
 
     def __init__(self, module: Any, name: str, session: Session) -> None:
-        if type(module) not in (nn.Linear, Conv1D):
-            raise UsageError(
-                f"{name} is a {type(module).__name__}, a linear layer with a product of its own; the invariant tier covers "
-                "torch's Linear and transformers' Conv1D."
-            )
+        _check_linear(module, name)
         self.module, self.name, self.is_padded = module, name, session.options.is_padded
         self._pack()
         _release(session, module.weight, [self.layer])
@@ -104,6 +110,83 @@ class _Linear:
         if weight is not self.weight or weight._version != self.version:
             self._pack()
         return self.layer(input)
+
+
+def _check_linear(module: Any, name: str) -> None:
+    if type(module) not in (nn.Linear, Conv1D):
+        raise UsageError(
+            f"{name} is a {type(module).__name__}, a linear layer with a product of its own; the invariant tier covers "
+            "torch's Linear and transformers' Conv1D."
+        )
+
+
+class _Group:
+    """Linear siblings that are given the same tensor one after the other: one product computes all of them.
+
+    The first that is called computes, the others find their part. A part is handed out once, to the thread that computed it.
+    """
+
+    def __init__(self, modules: list[nn.Linear], name: str, session: Session) -> None:
+        self.modules, self.name, self.is_padded = modules, name, session.options.is_padded
+        self.sizes = [module.out_features for module in modules]
+        self.ready = threading.local()
+        self._pack()
+        for module in modules:
+            _release(session, cast(nn.Parameter, module.weight), [self.layer])
+
+    def _pack(self) -> None:
+        weight = torch.cat([module.weight.detach() for module in self.modules])
+        biases: list[Any] = [module.bias for module in self.modules]
+        bias = None if biases[0] is None else torch.cat(biases).detach()
+        self.layer = CanonicalLinear(weight, bias, self.name, self.is_padded)
+        self.weights = [module.weight for module in self.modules]
+        self.versions = [weight._version for weight in self.weights]
+
+    def tune(self) -> None:
+        """Looks up the rule for the number of threads now set."""
+        self.layer.tune()
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """One module's result."""
+        ready = self.ready
+        if getattr(ready, "x", None) is x and ready.version == x._version and ready.parts[index] is not None:
+            part: Tensor = ready.parts[index]
+            ready.parts[index] = None
+            ready.left -= 1
+            if not ready.left:
+                ready.x = None  # an activation is not kept alive for nothing
+            return part
+        for module, weight, version in zip(self.modules, self.weights, self.versions, strict=True):
+            if module.weight is not weight or weight._version != version:
+                self._pack()
+                break
+        parts: list[Tensor | None] = list(self.layer(x).split(self.sizes, -1))  # type: ignore[no-untyped-call]
+        mine, parts[index] = parts[index], None
+        ready.x, ready.version, ready.parts, ready.left = x, x._version, parts, len(parts) - 1
+        assert mine is not None
+        return mine
+
+
+# Siblings that models feed one tensor. It only saves calls: a sibling that is fed another tensor computes for itself.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def _groups(session: Session, model: PreTrainedModel) -> dict[str, tuple[_Group, int]]:
+    """Module name -> its group, and its place there."""
+    found: dict[str, tuple[_Group, int]] = {}
+    for name, parent in model.named_modules():
+        for siblings in _SIBLINGS:
+            modules = [getattr(parent, sibling, None) for sibling in siblings]
+            names = [f"{name}.{sibling}" for sibling in siblings]
+            if any(type(m) is not nn.Linear for m in modules) or not all(session.wants(n, "linear") for n in names):
+                continue
+            linears = [m for m in modules if isinstance(m, nn.Linear)]
+            if len({(m.in_features, m.bias is None, m.weight.dtype) for m in linears}) > 1:
+                continue
+            group = _Group(linears, f"{name}.{'+'.join(siblings)}", session)
+            session.tunables.append(group)
+            found |= {n: (group, place) for place, n in enumerate(names)}
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- attention

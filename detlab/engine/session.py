@@ -77,7 +77,7 @@ class Session:
         self.shelf = Shelf() if options.release else None
         self.threads = torch.get_num_threads()
         self.depth = 0
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], Any]] = []
 
     def wants(self, name: str, kind: str) -> bool:
         """Whether a part was asked for."""
@@ -94,7 +94,7 @@ class Session:
         self.on_undo(lambda: vars(module).pop("forward", None) and None)
         self.parts[name] = kind
 
-    def on_undo(self, action: Callable[[], None]) -> None:
+    def on_undo(self, action: Callable[[], Any]) -> None:
         """Remembers what takes a part out again."""
         self._undo.append(action)
 
@@ -237,7 +237,9 @@ def _guarded(session: Session, module: Any) -> Callable[..., Any]:
         _check_call(module)
         session.tune()
         with torch.no_grad():
-            return original(*args, **_with_cache(module, _with_plain_mask(kwargs)))
+            if "attention" in session.parts:
+                kwargs = _with_cache(module, _with_plain_mask(kwargs))
+            return original(*args, **kwargs)
 
     return forward
 
