@@ -2,7 +2,8 @@
 
 All are asked for the same: a fingerprint of what the model computes. detlab digests every row of every op's output and
 resolves every input; DebugMode hashes every op's output as a whole; module hooks hash every module's output as a whole;
-TorchLens keeps every op's output. TorchLens is not among detlab's dependencies: ``pip install torchlens`` to include it.
+TorchLens keeps every op's output. A process's first capture of a model also finds out what its ops do to rows: that is the
+row "first capture". TorchLens is not among detlab's dependencies: ``pip install torchlens`` to include it.
 
     python benchmarks/capture_overhead.py [ROUNDS]
 """
@@ -21,6 +22,7 @@ from torch.utils._debug_mode import DebugMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import detlab
+from detlab.trace import plans
 
 
 def small_model() -> tuple[nn.Module, Tensor]:
@@ -71,6 +73,10 @@ def methods(model: nn.Module, ids: Tensor) -> dict[str, Callable[[], Any]]:
             raw()
         return trace
 
+    def first() -> Any:
+        plans._shared = plans.Plans()
+        return ops()
+
     def modules() -> Any:
         with detlab.capture(model, level="modules") as trace:
             raw()
@@ -81,6 +87,7 @@ def methods(model: nn.Module, ids: Tensor) -> dict[str, Callable[[], Any]]:
         "module hooks + torch.hash_tensor": hooks,
         "detlab, modules": modules,
         "detlab, every op by row": ops,
+        "detlab, every op, first capture": first,
         "DebugMode with hashes": debug_mode,
     }
     try:

@@ -132,6 +132,11 @@ def byte_coefficients(length: int, device: torch.device | str = "cpu") -> Tensor
     return _byte_table(size).to(device)[:length]
 
 
+@lru_cache(maxsize=64)
+def _turned_coefficients(length: int) -> Tensor:
+    return byte_coefficients(length).t().contiguous()
+
+
 @lru_cache(maxsize=8)
 def _fold_multipliers(pieces: int) -> np.ndarray:
     counters = np.arange(pieces * NUM_PROJECTIONS, dtype=np.uint64) + np.uint64(1 << 40)
@@ -142,16 +147,16 @@ def _fold_multipliers(pieces: int) -> np.ndarray:
 @lru_cache(maxsize=1)
 def _int_mm_is_exact() -> bool:
     """Whether this machine's int8 product is exact at the worst case (some saturate at 16 bits inside)."""
-    for rows, length in ((1, 64), (3, 2304), (64, 4096)):
+    for rows, length in ((1, 64), (3, 2304), (64, 4096), (256, 2304)):
         for value in (-128, 127):
             for other in (-64, 63):
                 a = torch.full((rows, length), value, dtype=torch.int8)
                 b = torch.full((length, NUM_PROJECTIONS), other, dtype=torch.int8)
                 try:
-                    product = torch._int_mm(a, b)
+                    products = torch._int_mm(a, b), torch._int_mm(b.t().contiguous(), a.t())
                 except (RuntimeError, AttributeError):
                     return False
-                if not bool((product == value * other * length).all()):
+                if not all(bool((product == value * other * length).all()) for product in products):
                     return False
     return True
 
@@ -163,6 +168,11 @@ def _project(rows: Tensor, table: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(rows, (0, spare, 0, spare_rows))
         return torch._int_mm(padded, torch.nn.functional.pad(table, (0, 0, 0, spare)))[: rows.shape[0]]
     if _int_mm_is_exact():
+        num_rows, length = rows.shape
+        # Measured with AVX-512: many rows are projected a quarter faster the other way round, as columns; but not where they
+        # lie a multiple of 1 KiB apart, since caches keep few such lines.
+        if num_rows >= 256 and length >= 256 and length % 1024:
+            return torch._int_mm(_turned_coefficients(length), rows.t()).t()
         return torch._int_mm(rows, table)
     return (rows.double() @ table.double()).to(torch.int32)  # below 2**53, so exact as well
 

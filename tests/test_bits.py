@@ -90,6 +90,18 @@ def test_long_rows_are_digested_in_pieces(dtype, width):
     assert bits.row_digests(rows).tolist() == [slow_digest(row_bytes(row)) for row in rows]
 
 
+@pytest.mark.parametrize("num_rows", [255, 256, 300])
+@pytest.mark.parametrize("width", [64, 100, 256, 257])
+def test_many_rows_are_digested_like_few(num_rows, width):
+    """Many rows are multiplied as columns, unless they lie a multiple of 1 KiB apart."""
+    rows = torch.cat([sample(torch.float32, num_rows - 1, width, seed=21), torch.full((1, width), -1.7e38)])
+    digests = bits.row_digests(rows)
+    assert digests.tolist() == [d for row in rows.split(50) for d in bits.row_digests(row).tolist()]
+    assert digests[-2:].tolist() == [slow_digest(row_bytes(row)) for row in rows[-2:]]
+    apart = torch.cat([rows, rows], 1)[:, :width]  # not contiguous
+    assert np.array_equal(bits.row_digests(apart), digests)
+
+
 def test_rows_in_many_slices(monkeypatch):
     rows = sample(torch.float32, 50, 40)
     whole = bits.row_digests(rows)

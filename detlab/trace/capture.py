@@ -16,7 +16,7 @@ from detlab.errors import CaptureError, UsageError
 from detlab.trace.calls import CallContext
 from detlab.trace.hooks import ModuleHooks, Observer
 from detlab.trace.layout import Layout
-from detlab.trace.live import LiveTensors
+from detlab.trace.live import LiveTensors, Modules
 from detlab.trace.plans import shared_plans
 from detlab.trace.recorder import Recorder
 from detlab.trace.records import Call, OpRecord, TensorRecord, Trace
@@ -57,7 +57,8 @@ def capture(model: nn.Module, save: Save = "digest", *, level: str = "ops", obse
         )
     if model in _captured:
         raise CaptureError(f"capture: this {type(model).__name__} is being captured already; end that capture first.")
-    trace = Trace(model=_describe(model))
+    modules = list(model.named_modules())
+    trace = Trace(model=_describe(model, modules))
     chosen = _saver(trace, save, observer)
     _captured.add(model)
     # A trace makes many small objects, and each full collection would walk through all that was there before it.
@@ -66,10 +67,9 @@ def capture(model: nn.Module, save: Save = "digest", *, level: str = "ops", obse
         gc.freeze()
     try:
         if level == "ops":
-            with Recorder(model, trace, chosen, context):
+            with Recorder(model, modules, trace, chosen, context):
                 yield trace
         else:
-            modules = list(model.named_modules())
             live = LiveTensors(trace, modules, shared_plans())
             hooks = ModuleHooks(model, modules, live, context, chosen, records_outputs=True)
             hooks.attach()
@@ -99,10 +99,11 @@ def _saver(trace: Trace, save: Save, observer: Observer | None) -> Observer | No
     return keep
 
 
-def _describe(model: nn.Module) -> dict[str, Any]:
-    first = next(model.parameters(), None)
+def _describe(model: nn.Module, modules: Modules) -> dict[str, Any]:
+    parameters = {id(p): p for _, module in modules for p in module._parameters.values() if p is not None}
+    first = next(iter(parameters.values()), None)
     return {
         "class": type(model).__name__,
         "dtype": str(first.dtype).removeprefix("torch.") if first is not None else "",
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum([p.numel() for p in parameters.values()]),
     }

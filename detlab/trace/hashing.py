@@ -18,7 +18,7 @@ SMALL_BYTES = 16 << 10
 #: At most this much waits: small tensors kept alive among big ones would pin the memory between them.
 PENDING_BYTES = 256 << 10
 #: Rows whose projections wait to be folded into digests; many more would not fit into a core's cache.
-UNFOLDED_ROWS = 1 << 11
+UNFOLDED_ROWS = 1 << 12
 
 
 class Hasher:

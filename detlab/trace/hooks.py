@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from detlab.trace import layout as lay
 from detlab.trace.calls import NAMED_BY_ROWS, CallContext, begin_call, cache_tensors, input_layout
 from detlab.trace.layout import Atom, Layout
-from detlab.trace.live import Live, LiveTensors, tensors_in, version_of
+from detlab.trace.live import Live, LiveTensors, Modules, tensors_in, version_of
 from detlab.trace.plans import Kind
 from detlab.trace.records import MODULE, REGION, Call, ModuleRecord, OpRecord, TensorRecord
 
@@ -44,8 +44,8 @@ class ModuleHooks:
         occurrence: per op name, how many ran in that module during the present call.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[tuple[str, nn.Module]], live: LiveTensors,
-                 context: CallContext | None, observer: Observer | None, records_outputs: bool) -> None:  # fmt: skip
+    def __init__(self, model: nn.Module, modules: Modules, live: LiveTensors, context: CallContext | None,
+                 observer: Observer | None, records_outputs: bool) -> None:  # fmt: skip
         self.model, self.modules, self.live, self.context, self.observer = model, modules, live, context, observer
         self.records_outputs = records_outputs
         self.call: Call | None = None

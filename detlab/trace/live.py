@@ -21,6 +21,9 @@ from detlab.trace.layout import Index, Layout
 from detlab.trace.plans import Kind, OpInfo, Plans
 from detlab.trace.records import NO_DIGESTS, Call, TensorRecord, Trace
 
+#: A model's modules with their names, as `named_modules` gives them.
+Modules = Sequence[tuple[str, nn.Module]]
+
 
 @dataclass(slots=True)
 class Live:
@@ -47,7 +50,7 @@ class LiveTensors:
         stored: number of elements of each record that is a parameter or buffer.
     """
 
-    def __init__(self, trace: Trace, modules: Sequence[tuple[str, nn.Module]], plans: Plans) -> None:
+    def __init__(self, trace: Trace, modules: Modules, plans: Plans) -> None:
         self.trace = trace
         self.base = 0
         self.known: dict[int, Live] = {}

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from detlab.trace.calls import CallContext
 from detlab.trace.hooks import ModuleHooks, Observer
-from detlab.trace.live import Live, LiveTensors, tensors_in, version_of
+from detlab.trace.live import Live, LiveTensors, Modules, tensors_in, version_of
 from detlab.trace.plans import OpInfo, Plan, shared_plans
 from detlab.trace.records import OpRecord, Trace
 
@@ -31,11 +31,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Lets a compiled region run as it would without us; it is recorded as one op."""
         return True
 
-    def __init__(self, model: nn.Module, trace: Trace, observer: Observer | None, context: CallContext | None) -> None:
+    def __init__(self, model: nn.Module, modules: Modules, trace: Trace, observer: Observer | None,
+                 context: CallContext | None) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
         self._plans = shared_plans()
-        modules = list(model.named_modules())
         self._live = LiveTensors(trace, modules, self._plans)
         self._hooks = ModuleHooks(model, modules, self._live, context, observer, records_outputs=False)
         self._between_calls = context is None  # whether ops outside the model's calls are recorded
