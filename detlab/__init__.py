@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from detlab.bench import Bench as Bench
+    from detlab.bench import bench as bench
     from detlab.condition import Condition as Condition
     from detlab.coverage import Coverage as Coverage
     from detlab.coverage import coverage as coverage
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from detlab.verify import verify as verify
 
 _HOMES = {
+    "Bench": "detlab.bench",
     "Certificate": "detlab.verify",
     "Comparison": "detlab.divergence.result",
     "Condition": "detlab.condition",
@@ -57,6 +60,7 @@ _HOMES = {
     "Trace": "detlab.trace.records",
     "accumulation_tree": "detlab.divergence.accumulation",
     "apply": "detlab.deterministic",
+    "bench": "detlab.bench",
     "capture": "detlab.trace.capture",
     "compare": "detlab.divergence.compare",
     "coverage": "detlab.coverage",

@@ -94,6 +94,20 @@ def _parser() -> argparse.ArgumentParser:
     coverage.add_argument("--json", action="store_true", help="print JSON")
     coverage.set_defaults(run=_coverage)
 
+    bench = commands.add_parser("bench", help="time a tier against the stock model, interleaved in one process")
+    bench.add_argument("--model", required=True, help="smollm2-135m, tiny-llama, a folder or a hub id")
+    bench.add_argument("--tier", default="invariant", help="default: invariant")
+    bench.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16")
+    bench.add_argument("--threads", type=_positive, metavar="N", help="intra-op threads; default: the process's")
+    bench.add_argument("--batch-sizes", type=_numbers, default=(1, 8, 32), metavar="N,N", help="of decode (default 1,8,32)")
+    bench.add_argument("--contexts", type=_numbers, default=(100,), metavar="N,N", help="tokens in the cache (default 100)")
+    bench.add_argument("--prefills", type=_numbers, default=(64, 512, 2048), metavar="N,N", help="default 64,512,2048")
+    bench.add_argument("--padded", action="store_true", help="also a ragged, left-padded batch")
+    bench.add_argument("--parts", action="store_true", help="also single parts of the tier, and its padding off")
+    bench.add_argument("--seconds", type=float, default=4.0, metavar="S", help="for each workload (default 4)")
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    bench.set_defaults(run=_bench)
+
     environment = commands.add_parser("environment", help="print this machine's record")
     environment.add_argument("--json", action="store_true", help="print JSON")
     environment.set_defaults(run=_environment)
@@ -123,6 +137,11 @@ def _positive(text: str) -> int:
     return value
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+_numbers.__name__ = "list of numbers"
 _count.__name__ = _positive.__name__ = "number"  # argparse names them in its messages
 
 
@@ -243,6 +262,26 @@ def _coverage(options: argparse.Namespace) -> int:
     result = coverage(model, options.tier)
     _print(result, options.json)
     return HOLDS if result.holds else DOES_NOT
+
+
+def _bench(options: argparse.Namespace) -> int:
+    import torch
+
+    from detlab.bench import bench
+    from detlab.models import load_model
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    model, _ = load_model(options.model, dtype=options.dtype)
+    line = _ProgressLine()
+    try:
+        result = bench(model, options.tier, batch_sizes=options.batch_sizes, contexts=options.contexts,
+                       prefills=options.prefills, padded=options.padded, parts=options.parts, seconds=options.seconds,
+                       progress=line)  # fmt: skip
+    finally:
+        line.close()
+    _print(result, options.json)
+    return HOLDS
 
 
 def _environment(options: argparse.Namespace) -> int:

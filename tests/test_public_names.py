@@ -9,8 +9,8 @@ import pytest
 import detlab
 
 NAMES = [
-    "Certificate", "Comparison", "Condition", "Coverage", "DetlabError", "Divergence", "Investigation", "Prompt", "Run",
-    "Trace", "accumulation_tree", "apply", "capture", "compare", "coverage", "deterministic",
+    "Bench", "Certificate", "Comparison", "Condition", "Coverage", "DetlabError", "Divergence", "Investigation", "Prompt", "Run",
+    "Trace", "accumulation_tree", "apply", "bench", "capture", "compare", "coverage", "deterministic",
     "environment", "first_divergence", "investigate", "load_model", "load_prompts", "load_trace", "restore", "run", "sweep",
     "verify", "viz",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from detlab.errors import UsageError
 
 __all__ = ["BLOCK", "CanonicalLayer", "Pending", "adopt"]
 
+_SMALL = (128, 256)  # slots of the first buffers of a short text
 BLOCK = 512  # slots; the block of torch's CPU flash attention
 
 
@@ -149,9 +150,10 @@ class CanonicalLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """The buffers, grown to hold so many slots."""
         have = 0 if self._keys is None else self._keys.shape[2]
         if slots > have:
-            wanted = -(-max(slots, self.longest) // BLOCK) * BLOCK
+            wanted = max(slots, self.longest)
+            wanted = next((size for size in _SMALL if size >= wanted), -(-wanted // BLOCK) * BLOCK)
             if have:  # room to grow, so that a long text is not copied at every block
-                wanted = max(wanted, have + max(BLOCK, have // 2 // BLOCK * BLOCK))
+                wanted = max(wanted, 2 * have if have < BLOCK else have + max(BLOCK, have // 2 // BLOCK * BLOCK))
             batch, heads, _, size = like_keys.shape
             keys = like_keys.new_zeros(batch, heads, wanted, size)
             values = like_values.new_zeros(batch, heads, wanted, like_values.shape[3])

@@ -41,6 +41,8 @@ def install(session: Session, model: PreTrainedModel) -> None:
             session.replace(module, name, kind, part)
     if session.wants("", "attention"):
         _install_attention(session, model)
+    if session.shelf is not None:
+        session.shelf.tidy()
 
 
 def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[..., Any] | None]:

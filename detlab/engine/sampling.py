@@ -159,9 +159,10 @@ def owned_sampling(model: GenerationMixin, seed: int, request_ids: Sequence[str]
     finally:
         _entered.set(tuple(other for other in _entered.get() if other is not block))
         with _lock:
-            _open[model].remove(block)
-            if not _open[model]:
-                del _open[model]
+            blocks = _open.get(model, [block])  # none: the interpreter is going down
+            blocks.remove(block)
+            if not blocks:
+                _open.pop(model, None)
                 for name, hook in hooks.items():
                     if state.get(name) == hook:  # what was put in its place since is not ours to remove
                         del state[name]

@@ -207,7 +207,8 @@ def applied(model: nn.Module, tier: str = "invariant", options: Options | None =
     try:
         yield session
     finally:
-        restore(model)
+        if session_of(model) is session:  # gone with its model, or with the interpreter
+            restore(model)
 
 
 def _check(model: nn.Module) -> None:
