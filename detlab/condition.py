@@ -16,7 +16,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "cache": ("dynamic", "static", "none"),
     "attention": (None, "sdpa", "eager"),
     "dtype": (None, "float32", "bfloat16", "float16", "float64"),
-    "tier": ("stock", "invariant"),
+    "tier": ("stock", "invariant", "exact"),
     "autocast": (None, "bfloat16", "float16"),
     "aten_isa": (None, "default", "avx2", "avx512"),
     "mkl_isa": (None, "COMPATIBLE", "SSE2", "SSE4_2", "AVX", "AVX2", "AVX512", "AUTO"),

@@ -41,6 +41,8 @@ _ROUNDED_ONCE = """
     floor_divide __and__ __or__ __xor__ __lshift__ __rshift__ isneginf isposinf nan_to_num copysign hardswish hardsigmoid
     relu6
 """.split()
+# Of these, what kernels may approximate, or contract to fewer roundings, each in its own way.
+_ROUNDED_HERE = "rsqrt reciprocal hardswish hardsigmoid remainder fmod floor_divide leaky_relu".split()
 # Each row (all dimensions but the last) is computed from the same row of the arguments: to be measured.
 _ROW_WISE = """
     mean sum var std var_mean softmax _softmax log_softmax _log_softmax logsumexp norm linalg_vector_norm native_layer_norm
@@ -144,7 +146,7 @@ def coverage(model: nn.Module, tier: str = "invariant") -> Coverage:
         _warm_up(model)
         here = stack.enter_context(_modules(model))
         parts = stack.enter_context(_marked(model, session))
-        observer = stack.enter_context(_Observer(here, parts))
+        observer = stack.enter_context(_Observer(here, parts, is_portable=tier == "exact"))
         try:
             _prefill_and_decode(model)
         finally:
@@ -244,9 +246,9 @@ def _marked(model: nn.Module, session: engine.Session) -> Iterator[list[str]]:
 class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Judges each op as it is called."""
 
-    def __init__(self, here: list[str], parts: list[str]) -> None:
+    def __init__(self, here: list[str], parts: list[str], is_portable: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.here, self.parts = here, parts
+        self.here, self.parts, self.is_portable = here, parts, is_portable
         self.seen: dict[tuple[str, str, str, str], int] = {}
         self.measured: dict[Any, tuple[str, str]] = {}
         self.is_measuring = False
@@ -276,6 +278,8 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "safe", "moves or makes data, computes nothing"
         if not any(t.is_floating_point() or t.is_complex() for t in tensors):
             return "safe", "computes with whole numbers, exactly"
+        if self.is_portable and (name in _ROW_WISE or name in _ROUNDED_HERE or kwargs.get("alpha", 1) != 1):
+            return "uncovered", "its last bit may follow the instruction set, whatever is measured on this machine"
         if name in _ROUNDED_ONCE:
             return "safe", "each element is rounded once, from its own arguments, whatever is around it"
         if name in _ROW_WISE:

@@ -29,7 +29,7 @@ from detlab.errors import UsageError
 __all__ = ["TIERS", "Options", "Session", "applied", "apply", "restore", "session_of"]
 
 #: The tiers, and the module whose ``install(session, model)`` puts each in.
-TIERS = {"invariant": "detlab.engine.invariant"}
+TIERS = {"invariant": "detlab.engine.invariant", "exact": "detlab.engine.exact.install"}
 _CACHES = ("cache", "past_key_values")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

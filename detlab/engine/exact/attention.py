@@ -1,0 +1,212 @@
+"""Attention as exact sums: scores, softmax denominators and weighted values are whole numbers that float64 holds.
+
+For one query head of size D, over the tokens t that it sees:
+
+    Q, K, V rows scaled per token: q = round(Q * 2**(b - E)), likewise k and v
+    s_t = (sum_d q_d k_td) * 2**(...) * (scaling * log2 e)             the sum is exact; one rounding
+    p_t = round(2**(s_t - max s) * 2**40)                              Z = sum p_t, exact
+    g_t = p_t * 2**E(V_t)                                              exact: V's exponents are folded into P
+    h_t = round(g_t * 2**(40 - E(max g)))                              H = sum h_t, exact
+    w_t = round(h_t * 2**(30 - E(H)))                                  quantised per query: sum w_t <= 2**30 + tokens / 2
+    out = round((sum_t w_t v_td) * 2**(...) / Z)                       the sum is exact; one division, one rounding
+
+A scale of V over tokens, per column, would leak the future into the past; here a token is scaled by itself. Bits are
+constants: q and k have 53 bits less those of D between them, v has 22, w 31 of 53, for a context of up to 2**17 tokens.
+A token that is not seen has p = 0, so that padding, blocks and slots add nothing; a query that sees a key or a value with a NaN
+or an infinity becomes NaN, others do not notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detlab.engine.cache import CanonicalLayer, Pending
+from detlab.engine.exact.functions import LOG2E, exp2_
+from detlab.engine.exact.linear import rounded
+from detlab.engine.step import Step
+from detlab.errors import UsageError
+
+__all__ = ["MOST_TOKENS", "attend", "encoded", "exact_attention", "score_bits"]
+
+MOST_TOKENS = 1 << 17
+VALUE_BITS = 22
+SUM_BITS = 30
+GRID = 40
+LEAST = -98
+_EXACT_SUM = 1 << 13  # terms of at most 2**40 whose sum float64 holds
+_TILE = 1 << 17  # scores computed at a time: what is made on the way stays in the cache
+
+
+def score_bits(size: int) -> tuple[int, int]:
+    """Bits of a query's and of a key's numbers: their products, ``size`` of them, stay below 2**53."""
+    room = 53 - (size - 1).bit_length()
+    return room - room // 2, room // 2
+
+
+def _scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """2**(bits - E) and 2**(E - bits) of float32 rows, float64 [..., 1]; the second is NaN for a row that is not finite."""
+    field = (x.abs().amax(-1, keepdim=True).view(torch.int32) >> 23).clamp_(LEAST + 126).long()
+    up = ((bits + 126 + 1023 - field) << 52).view(torch.float64)
+    down = ((field + (1023 - 126 - bits)) << 52).view(torch.float64)
+    return up, down.masked_fill_(field == 255, float("nan"))
+
+
+def encoded(x: Tensor, bits: int) -> Tensor:
+    """Rows of [..., size] as whole numbers, with their scale behind them: float64 [..., size + 1]."""
+    up, down = _scales(wide := x.float(), bits)
+    return torch.cat([(wide * up).round_(), down], -1)
+
+
+def _sealed(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Takes what is not finite out of encoded keys and values (0 * NaN would carry it to others); the key's scale tells."""
+    bad = keys[..., -1:].isnan() | values[..., -1:].isnan()
+    if not bool(bad.any()):
+        return keys, values
+    keys, values = keys.masked_fill(bad, 0.0), values.masked_fill(bad, 0.0)
+    keys[..., -1:].masked_fill_(bad, float("nan"))
+    return keys, values
+
+
+def _exact_sum(x: Tensor) -> Tensor:
+    """The sum over the last dimension of whole numbers up to 2**40, [..., 1]: exact, then rounded to float64."""
+    if x.shape[-1] <= _EXACT_SUM:
+        return x.sum(-1, keepdim=True)
+    parts = [x[..., at : at + _EXACT_SUM].sum(-1).long() for at in range(0, x.shape[-1], _EXACT_SUM)]
+    return torch.stack(parts, -1).sum(-1, keepdim=True).double()
+
+
+def _below(x: Tensor) -> Tensor:
+    """The exponent E of positive float64: x < 2**E, from its bits; of zero, -1022."""
+    return (x.view(torch.int64) >> 52) - 1022
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, factor: float) -> Tensor:
+    """Attention of some queries to all of the keys given.
+
+    Args:
+        query: encoded, float64 [batch, KV heads, rows, size + 1].
+        keys, values: encoded, float64 [batch, KV heads, tokens, size + 1].
+        hidden: bool, broadcast to [batch, KV heads, rows, last tokens]: what a query does not see of the last tokens.
+        factor: of the scores: scaling * log2 e.
+
+    Returns:
+        float64 [batch, KV heads, rows, size].
+    """
+    batch, groups, rows, size = query.shape[0], query.shape[1], query.shape[2], query.shape[3] - 1
+    tokens = keys.shape[2]
+    q, k, v = (t.reshape(batch * groups, -1, t.shape[3]) for t in (query, keys, values))
+    scores = torch.bmm(q[..., :size], k[..., :size].transpose(1, 2))
+    scores.mul_(q[..., size:]).mul_(k[..., size:].transpose(1, 2)).mul_(factor)
+    if hidden is not None:
+        last = scores.view(batch, groups, rows, tokens)[..., tokens - hidden.shape[-1] :]
+        last.masked_fill_(hidden, float("-inf"))
+    p = exp2_(scores.sub_(scores.amax(-1, keepdim=True)).clamp_(-64.0), GRID).round_()
+    weight = _exact_sum(p)
+    g = p.mul_(v[..., size:].transpose(1, 2))
+    e = _below(g.amax(-1, keepdim=True)).clamp_min_(-200)
+    h = g.mul_(((GRID + 1023 - e) << 52).view(torch.float64)).round_()
+    f = _below(_exact_sum(h)).clamp_min_(0)
+    w = h.mul_(((SUM_BITS + 1023 - f) << 52).view(torch.float64)).round_()
+    out = torch.bmm(w, v[..., :size])
+    out.mul_(((f + e - (SUM_BITS + GRID) + 1023) << 52).view(torch.float64)).div_(weight)
+    return out.view(batch, groups, rows, size)
+
+
+# ------------------------------------------------------------------------------------------------ as transformers calls
+_UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
+
+
+def exact_attention(module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
+                    dropout: float = 0.0, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention that transformers calls: stores the new keys and values in numbers, and attends.
+
+    Args:
+        module: the attention module.
+        query: [batch, heads, tokens, size].
+        key, value: [batch, KV heads, tokens, size], or what a canonical cache made of them.
+        attention_mask: the call's `Step`.
+        scaling: of the scores; None for 1 / sqrt(size).
+        dropout: must be 0.
+        kwargs: what else the model passes; what would change the result is refused.
+
+    Returns:
+        [batch, tokens, heads, size] in the query's dtype, and no weights.
+
+    Raises:
+        UsageError: a mask, an option or a length that is not covered.
+    """
+    step = _checked(module, attention_mask, dropout, kwargs)
+    layer, new_keys, new_values = (
+        (key.layer, key.keys, value.values) if isinstance(key, Pending) else (CanonicalLayer(), key, value)
+    )
+    batch, heads, tokens, size = query.shape
+    groups = new_keys.shape[1]
+    if new_values.shape[3] != size or new_keys.shape[3] != size or heads % groups:
+        raise UsageError(
+            f"{type(module).__name__}: heads of {size} for queries, {new_keys.shape[3]} for keys and {new_values.shape[3]} for "
+            f"values, {heads} over {groups}; the exact tier covers heads of one size in whole groups."
+        )
+    if step.slots_needed > MOST_TOKENS:
+        raise UsageError(
+            f"a context of {step.slots_needed} tokens is longer than the {MOST_TOKENS} that the exact tier's bits are made for."
+        )
+    query_bits, key_bits = score_bits(size)
+    new_keys, new_values = _sealed(encoded(new_keys, key_bits), encoded(new_values, VALUE_BITS))
+    keys, values = layer.room(step.slots_needed, new_keys, new_values)
+    step.store(layer, keys, values, new_keys, new_values)
+    factor = (size**-0.5 if scaling is None else float(scaling)) * LOG2E
+    out = _tiles(encoded(query, query_bits), keys, values, step, factor, groups)
+    return rounded(out, query.dtype), None
+
+
+def _checked(module: Any, step: Any, dropout: float, kwargs: dict[str, Any]) -> Step:
+    if not isinstance(step, Step):
+        found = "no mask" if step is None else f"a {type(step).__name__}"
+        raise UsageError(
+            f"{type(module).__name__}: inside detlab.deterministic attention is causal, with a 2D attention_mask of ones and "
+            f"zeros; got {found}. Masks of another form are not covered."
+        )
+    if dropout:
+        raise UsageError("attention dropout is on: the engine computes in eval mode. Call model.eval().")
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise UsageError(f"{type(module).__name__}: attention with {name} is not covered by the exact tier.")
+    if kwargs.get("output_attentions"):
+        raise UsageError("output_attentions is not available inside detlab.deterministic: the exact tier keeps no weights.")
+    return step
+
+
+def _tiles(query: Tensor, keys: Tensor, values: Tensor, step: Step, factor: float, groups: int) -> Tensor:
+    """`attend` for tiles of queries, each with the keys that it may see: float64 [batch, tokens, heads, size]."""
+    batch, heads, tokens, width = query.shape
+    group = heads // groups
+    out = query.new_empty(batch, tokens, heads, width - 1)
+    # A tile holds all heads of some rows of the batch and some tokens; few tokens, so that the causal half is not computed.
+    together = batch if tokens == 1 else 1
+    rows = min(tokens, max(8, min(64, _TILE // (heads * step.slots_needed))))
+    for first in range(0, tokens, rows):
+        last = min(tokens, first + rows)
+        seen = min(step.keys_of(last), step.slots_needed)
+        hidden = _hidden(step, first, last, seen)
+        for row in range(0, batch, together):
+            part = slice(row, row + together)
+            q = query[part, :, first:last].reshape(-1, groups, group * (last - first), width)
+            mask = hidden if hidden is None or hidden.shape[0] == 1 else hidden[part]
+            if mask is not None and last - first > 1:
+                mask = mask.repeat(1, 1, group, 1)
+            piece = attend(q, keys[part, :, :seen], values[part, :, :seen], mask, factor)
+            out[part, first:last] = piece.view(-1, heads, last - first, width - 1).transpose(1, 2)
+    return out
+
+
+def _hidden(step: Step, first: int, last: int, seen: int) -> Tensor | None:
+    """What queries first..last do not see, bool [batch or 1, 1, rows, last slots]; None where they see all."""
+    if step.slots is None and step.window is None:
+        if last - first == 1:
+            return None
+        rows = last - first
+        return torch.ones(rows, rows, dtype=torch.bool, device=step.device).triu_(1)[None, None]
+    return step.mask(first, last, seen, 1).isinf()

@@ -1,0 +1,187 @@
+"""The exact tier: which module of a model is replaced by which exact part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from detlab.engine.elementwise import is_activation
+from detlab.engine.exact.attention import exact_attention
+from detlab.engine.exact.experts import ExactExperts, ExactRouter
+from detlab.engine.exact.functions import activation_of
+from detlab.engine.exact.linear import ExactLinear, prepare
+from detlab.engine.exact.machine import choose_kernel
+from detlab.engine.exact.norms import is_norm, norm_of
+from detlab.engine.exact.rotary import ExactRotary
+from detlab.engine.experts import is_experts, is_router
+from detlab.engine.linear import weight_of
+from detlab.engine.session import Session
+from detlab.engine.step import canonical_mask
+from detlab.errors import UsageError
+
+__all__ = ["SPEC", "install"]
+
+#: Names the function that is computed: other specs have other bits.
+SPEC = "tri4"
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that are given one and the same input
+_ATTENTION = "detlab_exact"
+
+
+def install(session: Session, model: PreTrainedModel) -> None:
+    """Puts the parts in.
+
+    Raises:
+        UsageError: a module is one that the tier does not know how to compute exactly, or a weight is not finite.
+        MachineError: this machine's arithmetic is not exact.
+    """
+    kernel = choose_kernel(next(model.parameters()).device)
+    grouped = _groups(session, model, kernel)
+    for name, module in model.named_modules():
+        kind, part = _part_for(session, name, module, kernel, grouped)
+        if part is not None:
+            session.replace(module, name, kind, part)
+    if session.wants("", "attention"):
+        _install_attention(session, model)
+
+
+def _part_for(session: Session, name: str, module: Any, kernel: str,
+              grouped: dict[str, _Linear]) -> tuple[str, Callable[..., Any] | None]:  # fmt: skip
+    """What replaces a module's forward, and its kind; None leaves the module as it is."""
+    kind, make = _recipe(session, name, module, kernel, grouped)
+    return (kind, make()) if kind and session.wants(name, kind) else (kind, None)
+
+
+def _recipe(session: Session, name: str, module: Any, kernel: str,
+            grouped: dict[str, _Linear]) -> tuple[str, Callable[[], Any]]:  # fmt: skip
+    if isinstance(module, (nn.Linear, Conv1D)):
+        return "linear", lambda: grouped.get(name) or _Group([module], [name], kernel, session).members[0]
+    if is_experts(module):
+        return "experts", lambda: _experts(session, name, module, kernel)
+    if is_router(module):
+        return "router", lambda: ExactRouter(module, name, kernel)
+    if is_norm(module):
+        return "norm", lambda: norm_of(module, name)
+    if is_activation(module):
+        return "activation", lambda: activation_of(module, name)
+    if type(module).__name__.endswith("RotaryEmbedding"):
+        return "rotary", lambda: _rotary(session, name, module)
+    return "", lambda: None
+
+
+def _rotary(session: Session, name: str, module: Any) -> ExactRotary:
+    part = ExactRotary(module, name)
+    session.forgetters.append(part.tables.clear)
+    return part
+
+
+def _experts(session: Session, name: str, module: Any, kernel: str) -> ExactExperts:
+    activation = activation_of(getattr(module, "act_fn", nn.SiLU()), f"{name}.act_fn")
+    part = ExactExperts(module, activation, name, kernel)
+    _release(session, [module.gate_up_proj, module.down_proj])
+    return part
+
+
+# ------------------------------------------------------------------------------------------------------------- linear
+class _Group:
+    """Linear layers that are given the same input: its digits are cut, and the products made, once for all of them."""
+
+    def __init__(self, modules: Sequence[Any], names: Sequence[str], kernel: str, session: Session) -> None:
+        for module, name in zip(modules, names, strict=True):
+            if type(module) not in (nn.Linear, Conv1D):
+                raise UsageError(
+                    f"{name} is a {type(module).__name__}, a linear layer with a product of its own; the exact tier covers "
+                    "torch's Linear and transformers' Conv1D."
+                )
+        self.modules, self.names, self.kernel = modules, names, kernel
+        self.members = [_Linear(self, index) for index in range(len(modules))]
+        self.given: Tensor | None = None
+        self.version = 0
+        self.results: list[Tensor | None] = []
+        self.layer = self._prepare()
+        _release(session, [module.weight for module in modules])
+
+    def _prepare(self) -> ExactLinear:
+        weights = [prepare(weight_of(m), n) for m, n in zip(self.modules, self.names, strict=True)]
+        self.seen = [(m.weight, m.weight._version, m.bias) for m in self.modules]
+        return ExactLinear(weights, [m.bias for m in self.modules], self.kernel)
+
+    def result(self, index: int, x: Tensor) -> Tensor:
+        """What one of the layers makes of x; the others' results are kept until they are asked for."""
+        if self.given is x and self.version == x._version and self.results[index] is not None:
+            out, self.results[index] = self.results[index], None
+            assert out is not None
+            if not any(r is not None for r in self.results):
+                self.given = None
+            return out
+        for module, (weight, version, bias) in zip(self.modules, self.seen, strict=True):
+            if module.weight is not weight or weight._version != version or module.bias is not bias:
+                self.layer = self._prepare()
+                break
+        made: list[Tensor] = list(torch.split_with_sizes(self.layer(x), self.layer.sizes, -1))
+        if len(made) > 1:
+            self.given, self.version, self.results = x, x._version, [r if i != index else None for i, r in enumerate(made)]
+        return made[index]
+
+
+class _Linear:
+    """The forward of a linear module; its weight is prepared anew when it was changed in place, or replaced."""
+
+    def __init__(self, group: _Group, index: int) -> None:
+        self.group, self.index = group, index
+
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name under which nn.Linear takes it
+        return self.group.result(self.index, input)
+
+
+def _groups(session: Session, model: nn.Module, kernel: str) -> dict[str, _Linear]:
+    """Layers of one parent that share their input, by name."""
+    found: dict[str, _Linear] = {}
+    for parent_name, parent in model.named_modules():
+        for together in _TOGETHER:
+            names = [f"{parent_name}.{n}" if parent_name else n for n in together]
+            modules = [getattr(parent, n, None) for n in together]
+            alike = all(type(m) is nn.Linear for m in modules) and len({m.in_features for m in modules}) == 1  # type: ignore[union-attr]
+            if alike and all(session.wants(n, "linear") for n in names):
+                group = _Group(modules, names, kernel, session)
+                found.update(zip(names, group.members, strict=True))
+    return found
+
+
+def _release(session: Session, parameters: Sequence[nn.Parameter]) -> None:
+    """Puts weights aside whose digits compute, unless another module (an embedding) reads them, too."""
+    model = session.model()
+    if session.shelf is None or model is None:
+        return
+    for parameter in parameters:
+        readers = [m for m in model.modules() if any(p is parameter for p in m.parameters(recurse=False))]
+        if all(isinstance(m, (nn.Linear, Conv1D)) or is_experts(m) for m in readers):
+            session.shelf.put(parameter)
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+def _install_attention(session: Session, model: PreTrainedModel) -> None:
+    _register(lambda call: call)
+    configs: dict[int, Any] = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    for config in configs.values():
+        before = getattr(config, "_attn_implementation_internal", None)
+        config._attn_implementation = _ATTENTION
+        session.on_undo(functools.partial(setattr, config, "_attn_implementation_internal", before))
+    session.wrappers.append(_register)
+    session.parts["attention"] = "attention"
+
+
+def _register(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Registers the attention and its mask, wrapped; returns what registers them unwrapped."""
+    AttentionInterface.register(_ATTENTION, wrap(exact_attention))
+    AttentionMaskInterface.register(_ATTENTION, wrap(canonical_mask))
+
+    def undo() -> None:
+        _register(lambda call: call)
+
+    return undo

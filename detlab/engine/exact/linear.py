@@ -1,0 +1,199 @@
+"""Linear layers as exact sums: ``y[m, n] = round(2**(E[m] + E[n] - 33) * T[m, n])``, T a whole number.
+
+    T = sum over k, and over i + j <= 3, of x_i[k] * w_j[k] * 128**(3 - i - j)
+
+of the digits of `detlab.engine.exact.digits`. The other six products of digits, below 2**-27 of the largest terms, are left
+out by the spec. T is below 2**50, and what three kernels compute on the way to it are whole numbers that their arithmetic
+holds exactly, so that they agree with each other, and each with itself in any order, number of threads, and batch:
+
+    packed   oneDNN's int8 product with weights in its own layout; its float32 sums stay within 2**24
+    int8     torch._int_mm, int32
+    float64  a float64 product of digits of w with prefixes of x, below 2**53
+
+On CPUs without VNNI an int8 product is a sum of two 16-bit products of an unsigned and a signed number, saturated at 32767.
+Digits are shifted by 64 (packed: 0..128) or 128 (oneDNN's own: 64..192) to be unsigned, and 2 * 192 * 64 = 24576.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from detlab.engine.exact.digits import DIGITS, MOST_TERMS, Rows, pow2, rows_of, signed, weight_digits
+from detlab.errors import UsageError
+
+__all__ = ["KERNELS", "ExactLinear", "Prepared", "int_products", "prepare", "rounded"]
+
+KERNELS = ("packed", "int8", "float64")
+_FLOAT32_INTEGERS = 1 << 24  # float32 holds every whole number up to it
+_WIDEST = 4096  # columns of one product: what it gives stays in the cache until it is put together
+_ROWS = 64  # rows of one product, times four digits
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A weight in digits.
+
+    Attributes:
+        digits: int8 [4, N, K], the most significant first.
+        exponents: int32 [N].
+    """
+
+    digits: Tensor
+    exponents: Tensor
+
+
+def prepare(weight: Tensor, what: str = "linear") -> Prepared:
+    """Cuts a weight, [N, K], into digits.
+
+    Raises:
+        UsageError: it has a NaN or an infinity, or more columns than the bits allow.
+    """
+    if weight.shape[1] > MOST_TERMS:
+        raise UsageError(
+            f"{what} sums over {weight.shape[1]} terms; the exact tier's integers hold {MOST_TERMS}. Split the layer."
+        )
+    if not bool(torch.isfinite(weight).all()):
+        count = int((~torch.isfinite(weight)).sum())
+        raise UsageError(f"{what}: the weight has {count} NaN or infinite values; the exact tier needs finite weights.")
+    return Prepared(*weight_digits(weight.detach()))
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float64 as the model's dtype: rounded to float32, and from there to 16 bits."""
+    return x.float() if dtype == torch.float32 else x.float().to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+def int_products(digits: Tensor, weight: Sequence[Tensor]) -> Tensor:
+    """Sums of digit products by ``torch._int_mm``.
+
+    Args:
+        digits: int8 [4 M, K], digit by digit.
+        weight: four int8 [N, K].
+
+    Returns:
+        int32 [4 M, N]; block d is the sum over i + j = d of x_i . w_j.
+    """
+    rows = digits.shape[0] // DIGITS
+    sums = torch._int_mm(digits, weight[0].t())
+    for j in range(1, DIGITS):
+        sums[j * rows :] += torch._int_mm(digits[: (DIGITS - j) * rows], weight[j].t())
+    return sums
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+    return packed
+
+
+def packed_products(digits: Tensor, weight: Sequence[Tensor], ones: Tensor, zeros: Tensor) -> Tensor:
+    """`int_products` of digits + 64, uint8 [4 M, K], with packed weights; float32 [4 M, N]."""
+    rows = digits.shape[0] // DIGITS
+    sums: Tensor = torch.ops.onednn.qlinear_pointwise.default(
+        digits, 1.0, 64, weight[0], ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    product = torch.ops.onednn.qlinear_pointwise.binary
+    for j in range(1, DIGITS):
+        product(digits[: (DIGITS - j) * rows], 1.0, 64, weight[j], ones, zeros, sums[j * rows :], None, 1.0, 0, torch.float32,
+                1.0, 0, "sum", 1.0, "none", [], "")  # fmt: skip
+    return sums
+
+
+def float_products(digits: Tensor, weight: Sequence[Tensor]) -> Tensor:
+    """T itself: digits of w times prefixes of x, as one float64 product; every sum on the way is below K * 2**34.
+
+    Args:
+        digits: uint8 [4, M, K].
+        weight: four int8 [N, K].
+    """
+    prefixes = [signed(digits[0]).double()]
+    for digit in digits[1:]:
+        prefixes.append(prefixes[-1] * 128.0 + signed(digit).double())
+    return torch.cat(prefixes[::-1], 1) @ torch.cat([w.double() for w in weight], 1).t()
+
+
+def _together(sums: Tensor) -> Tensor:
+    """T, float64 [M, N], from its four blocks."""
+    blocks = sums.view(DIGITS, -1, sums.shape[1])
+    total = blocks[0].double()
+    for d in range(1, DIGITS):
+        total.mul_(128.0).add_(blocks[d])
+    return total
+
+
+# -------------------------------------------------------------------------------------------------------------- layer
+class ExactLinear:
+    """One weight, prepared for one kernel; or several weights that take the same input, one after the other.
+
+    Attributes:
+        kernel: of `KERNELS`.
+    """
+
+    def __init__(self, weights: Sequence[Prepared], biases: Sequence[Tensor | None], kernel: str) -> None:
+        """Lays the weights out.
+
+        Args:
+            weights: of one K.
+            biases: one for each weight, [N] or None.
+            kernel: of `KERNELS`; what it computes is the same.
+        """
+        self.kernel = kernel
+        self.sizes = [w.digits.shape[1] for w in weights]
+        self.num_out, self.num_in = sum(self.sizes), weights[0].digits.shape[2]
+        self.scale = pow2(torch.cat([w.exponents for w in weights]))
+        self.bias = None
+        if any(bias is not None for bias in biases):
+            none = self.scale.new_zeros
+            parts = [none(n) if b is None else b.detach().double() for n, b in zip(self.sizes, biases, strict=True)]
+            self.bias = torch.cat(parts)
+        self._blocks: list[tuple[int, int, Callable[[Tensor], Tensor]]] = []
+        at = 0
+        for weight in weights:
+            total = weight.digits.shape[1]
+            for start in range(0, total, _WIDEST):
+                piece = weight.digits[:, start : start + _WIDEST]
+                self._blocks.append((at + start, at + start + piece.shape[1], self._product(piece)))
+            at += total
+
+    def _product(self, digits: Tensor) -> Callable[[Tensor], Tensor]:
+        """What computes T, float64 [M, N], of digits + 64, uint8 [4, M, K]."""
+        if self.kernel == "packed":
+            return _packed(digits)
+        planes = list(digits.unbind(0))
+        if self.kernel == "int8":
+            return lambda x: _together(int_products(signed(x).view(-1, x.shape[2]), planes))
+        return lambda x: float_products(x, planes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Applies the layer to [..., K]; returns [..., N] in x's dtype. A row with a NaN or an infinity becomes NaN."""
+        flat = x.reshape(-1, self.num_in)
+        out = x.new_empty(flat.shape[0], self.num_out)
+        for start in range(0, flat.shape[0], _ROWS):
+            self._fill(out[start : start + _ROWS], rows_of(flat[start : start + _ROWS]))
+        return out.view(*x.shape[:-1], self.num_out)
+
+    def _fill(self, out: Tensor, rows: Rows) -> None:
+        for start, stop, product in self._blocks:
+            total = product(rows.digits).mul_(rows.scale).mul_(self.scale[start:stop])
+            if self.bias is not None:
+                total.add_(self.bias[start:stop])
+            out[:, start:stop] = total if out.dtype == torch.float32 else total.float()
+        if rows.bad is not None:
+            out.masked_fill_(rows.bad, float("nan"))
+
+
+def _packed(digits: Tensor) -> Callable[[Tensor], Tensor]:
+    """A packed product, its terms cut in two where their sum could leave the whole numbers of float32."""
+    size = digits.shape[2]
+    largest = 64 * int(digits.abs().long().sum((0, 2)).max())  # no sum of products with digits of x is larger
+    if largest > _FLOAT32_INTEGERS:
+        half = size // 2
+        left, right = _packed(digits[:, :, :half]), _packed(digits[:, :, half:])
+        return lambda x: left(x[:, :, :half].contiguous()).add_(right(x[:, :, half:].contiguous()))
+    planes = [_pack(plane) for plane in digits.unbind(0)]
+    ones, zeros = torch.ones(digits.shape[1]), torch.zeros(digits.shape[1], dtype=torch.int32)
+    return lambda x: _together(packed_products(x.view(-1, size), planes, ones, zeros))

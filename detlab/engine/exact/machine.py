@@ -1,0 +1,128 @@
+"""Asks a machine whether its integers are exact, at the worst case, before anything is computed with them."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detlab.engine.exact.digits import DIGITS
+from detlab.engine.exact.linear import KERNELS, ExactLinear, Prepared
+from detlab.errors import MachineError, UsageError
+
+__all__ = ["check_arithmetic", "choose_kernel", "is_exact"]
+
+_SLOW = 30.0  # times the float64 product: an int8 product that slow is emulated
+
+
+def _extremes(rows: int, terms: int, seed: int) -> Tensor:
+    """Digits at their limits, int8 [4, rows, terms]: all +64, all -64, alternating, and at random."""
+    generator = torch.Generator().manual_seed(seed)
+    digits = torch.randint(-64, 65, (DIGITS, rows, terms), generator=generator, dtype=torch.int8)
+    digits[:, 0], digits[:, 1] = 64, -64
+    digits[:, 2, 0::2], digits[:, 2, 1::2] = 64, -64
+    digits[1:].clamp_(-64, 63)  # only the first digit reaches +64
+    return digits
+
+
+def _layer(digits: Tensor, kernel: str) -> ExactLinear:
+    exponents = torch.zeros(digits.shape[1], dtype=torch.int32, device=digits.device)
+    return ExactLinear([Prepared(digits, exponents)], [None], kernel)
+
+
+def _products(digits: Tensor, weight: Tensor, kernel: str) -> Tensor:
+    """T of digits within -64..64, int8 [4, M, K] and [4, N, K]: float64 [M, N]."""
+    layer = _layer(weight, kernel)
+    shifted = (digits.to(torch.int16) + 64).to(torch.uint8)
+    return torch.cat([product(shifted) for _, _, product in layer._blocks], 1)
+
+
+def _expected(digits: Tensor, weight: Tensor) -> Tensor:
+    """T in int64, term by term: no product of matrices takes part."""
+    total = torch.zeros(digits.shape[1], weight.shape[1], dtype=torch.int64, device=digits.device)
+    for i in range(DIGITS):
+        for j in range(DIGITS - i):
+            terms = digits[i].long()[:, None, :] * weight[j].long()[None, :, :]
+            total += terms.sum(-1) << 7 * (DIGITS - 1 - i - j)
+    return total
+
+
+def is_exact(kernel: str, device: torch.device | str = "cpu") -> bool:
+    """Whether a kernel gives the exact sums of the largest digits, for short and for long sums, few rows and many."""
+    for rows, outputs, terms in ((4, 16, 1), (5, 33, 67), (1, 48, 576), (17, 32, 1024), (64, 16, 300), (3, 16, 8192)):
+        digits = _extremes(max(rows, 3), terms, terms)[:, :rows].contiguous().to(device)
+        weight = _extremes(outputs, terms, terms + 1).to(device)
+        try:
+            found = _products(digits, weight, kernel)
+        except (RuntimeError, AttributeError, NotImplementedError):
+            return False
+        if not torch.equal(found, _expected(digits, weight).double()):
+            return False
+    return True
+
+
+def check_arithmetic(device: torch.device | str = "cpu") -> None:
+    """Asks for what the tier takes for granted of floating point.
+
+    Raises:
+        MachineError: subnormal numbers are flushed, rounding is not to nearest even, or float64 products are not exact.
+    """
+
+    def number(*values: float) -> Tensor:
+        return torch.tensor(values * 9, dtype=torch.float64, device=device)
+
+    if bool((number(2.0**-1060) * number(2.0**-10) == 0).any()):
+        raise MachineError("subnormal numbers are flushed to zero; the exact tier needs them: torch.set_flush_denormal(False).")
+    half = number(2.0**-53)
+    if bool((number(1.0) + half != 1.0).any()) or bool((number(1.0 + 2.0**-52) + half != 1.0 + 2.0**-51).any()):
+        raise MachineError("float64 additions are not rounded to nearest, ties to even, here; the exact tier needs that.")
+    large = torch.full((8, 64), 2.0**23 - 1, dtype=torch.float64, device=device)
+    if bool((large @ large.t() != 64 * (2.0**23 - 1) ** 2).any()):
+        raise MachineError("a float64 product of matrices of whole numbers is not exact here; the exact tier needs that.")
+
+
+@lru_cache(maxsize=64)
+def _seconds(kernel: str, device: torch.device, threads: int) -> float:
+    digits, weight = _extremes(16, 512, 1).to(device), _extremes(256, 512, 2).to(device)
+    layer = _layer(weight, kernel)
+    shifted = (digits.to(torch.int16) + 64).to(torch.uint8)
+    spent = []
+    for _ in range(3):
+        start = time.perf_counter()
+        layer._blocks[0][2](shifted).sum().item()
+        spent.append(time.perf_counter() - start)
+    return min(spent)
+
+
+@lru_cache(maxsize=64)
+def _choice(device: torch.device, only: str | None) -> str:
+    check_arithmetic(device)
+    asked = [only] if only else list(KERNELS if device.type == "cpu" else KERNELS[-1:])
+    exact = [kernel for kernel in asked if is_exact(kernel, device)]
+    if not exact:
+        raise MachineError(
+            f"the {' and '.join(asked)} product is not exact on this machine: sums of digits of +-64 came out wrong (an int8 "
+            "product that saturates at 16 bits?). Use a machine with AVX512-VNNI, or another kernel of "
+            f"{', '.join(KERNELS)}; all give the same bits where they are exact."
+        )
+    threads = torch.get_num_threads()
+    slowest = _SLOW * _seconds("float64", device, threads) if "float64" in exact else float("inf")
+    return next(kernel for kernel in exact if kernel == exact[-1] or _seconds(kernel, device, threads) < slowest)
+
+
+def choose_kernel(device: Any = "cpu", only: str | None = None) -> str:
+    """The first kernel that is exact here, and not emulated.
+
+    Args:
+        device: where the model is.
+        only: the one kernel to use, of `KERNELS`; None chooses.
+
+    Raises:
+        MachineError: none is exact.
+    """
+    if only is not None and only not in KERNELS:
+        raise UsageError(f"kernel={only!r} is not known; choose from {', '.join(KERNELS)}.")
+    return _choice(torch.device(device), only)
