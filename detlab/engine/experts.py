@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from detlab.engine.linear import CanonicalLinear
+from detlab.engine.session import Options
 from detlab.errors import UsageError
 
 __all__ = ["CanonicalExperts", "CanonicalRouter", "is_experts", "is_router"]
@@ -51,7 +52,7 @@ class CanonicalExperts:
         experts: one module each, for the model to take in as children while the tier is in force.
     """
 
-    def __init__(self, module: Any, activation: Callable[[Tensor], Tensor], what: str, is_padded: bool = True) -> None:
+    def __init__(self, module: Any, activation: Callable[[Tensor], Tensor], what: str, options: Options) -> None:
         """Packs the experts' weights.
 
         Raises:
@@ -64,8 +65,14 @@ class CanonicalExperts:
                 f"{what}: experts of this layout ({', '.join(odd) or 'split over processes'}) are not covered by the "
                 "invariant tier; Mixtral's and Qwen's are."
             )
-        up = [CanonicalLinear(weight, None, f"{what}.gate_up_proj", is_padded) for weight in module.gate_up_proj.detach()]
-        down = [CanonicalLinear(weight, None, f"{what}.down_proj", is_padded) for weight in module.down_proj.detach()]
+        up = [
+            CanonicalLinear(weight, None, f"{what}.gate_up_proj", options.is_padded, options.block)
+            for weight in module.gate_up_proj.detach()
+        ]
+        down = [
+            CanonicalLinear(weight, None, f"{what}.down_proj", options.is_padded, options.block)
+            for weight in module.down_proj.detach()
+        ]
         self.experts = [CanonicalExpert(u, d, activation).eval() for u, d in zip(up, down, strict=True)]
 
     def layers(self) -> list[CanonicalLinear]:
@@ -86,14 +93,14 @@ class CanonicalExperts:
         choices = top_k_index.reshape(-1)
         order = choices.argsort(stable=True)
         counts = torch.bincount(choices, minlength=len(self.experts)).tolist()
-        results = hidden_states.new_zeros(tokens * chosen, hidden_states.shape[-1])
-        start = 0
+        results, start = [], 0
         for expert, count in zip(self.experts, counts, strict=False):
             if count:
                 mine = order[start : start + count]
-                results[mine] = expert(hidden_states[mine // chosen])
+                results.append(expert(hidden_states[mine // chosen]))
                 start += count
-        return self._combine(results.view(tokens, chosen, -1), top_k_weights)
+        unsorted = torch.cat(results)[order.argsort()]
+        return self._combine(unsorted.view(tokens, chosen, -1), top_k_weights)
 
     @staticmethod
     def _combine(results: Tensor, weights: Tensor) -> Tensor:
@@ -123,10 +130,10 @@ class _CanonicalWeights(TorchFunctionMode):
 class CanonicalRouter:
     """The forward of a router, its own but for the product with its weight."""
 
-    def __init__(self, module: Any, what: str, is_padded: bool = True) -> None:
+    def __init__(self, module: Any, what: str, options: Options) -> None:
         """Packs the router's weight."""
         self.original = module.forward
-        self.layer = CanonicalLinear(module.weight, None, what, is_padded)
+        self.layer = CanonicalLinear(module.weight, None, what, options.is_padded, options.block)
         self.known = {id(module.weight): self.layer}
 
     def tune(self) -> None:

@@ -47,7 +47,7 @@ def install(session: Session, model: PreTrainedModel) -> None:
 
 def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[..., Any] | None]:
     """What replaces a module's forward, and its kind; None leaves the module as it is."""
-    padded = session.options.is_padded
+    options = session.options
     if isinstance(module, (nn.Linear, Conv1D)):
         if not session.wants(name, "linear"):
             return "linear", None
@@ -57,7 +57,7 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
     if is_experts(module):
         if not session.wants(name, "experts"):
             return "experts", None
-        experts = CanonicalExperts(module, canonical_elementwise(getattr(module, "act_fn", nn.functional.silu)), name, padded)
+        experts = CanonicalExperts(module, canonical_elementwise(getattr(module, "act_fn", nn.functional.silu)), name, options)
         session.tunables.append(experts)
         for number, expert in enumerate(experts.experts):
             module.add_module(str(number), expert)
@@ -68,7 +68,7 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
     if is_router(module):
         if not session.wants(name, "router"):
             return "router", None
-        router = CanonicalRouter(module, name, padded)
+        router = CanonicalRouter(module, name, options)
         session.tunables.append(router)
         return "router", router
     if is_activation(module):
@@ -95,12 +95,14 @@ class _Linear:
 
     def __init__(self, module: Any, name: str, session: Session) -> None:
         _check_linear(module, name)
-        self.module, self.name, self.is_padded = module, name, session.options.is_padded
+        self.module, self.name, self.options = module, name, session.options
         self._pack()
         _release(session, module.weight, [self.layer])
 
     def _pack(self) -> None:
-        self.layer = CanonicalLinear(weight_of(self.module), self.module.bias, self.name, self.is_padded)
+        self.layer = CanonicalLinear(
+            weight_of(self.module), self.module.bias, self.name, self.options.is_padded, self.options.block
+        )
         self.weight, self.version = self.module.weight, self.module.weight._version
 
     def tune(self) -> None:
@@ -129,7 +131,7 @@ class _Group:
     """
 
     def __init__(self, modules: list[nn.Linear], name: str, session: Session) -> None:
-        self.modules, self.name, self.is_padded = modules, name, session.options.is_padded
+        self.modules, self.name, self.options = modules, name, session.options
         self.sizes = [module.out_features for module in modules]
         self.ready = threading.local()
         self._pack()
@@ -140,7 +142,7 @@ class _Group:
         weight = torch.cat([module.weight.detach() for module in self.modules])
         biases: list[Any] = [module.bias for module in self.modules]
         bias = None if biases[0] is None else torch.cat(biases).detach()
-        self.layer = CanonicalLinear(weight, bias, self.name, self.is_padded)
+        self.layer = CanonicalLinear(weight, bias, self.name, self.options.is_padded, self.options.block)
         self.weights = [module.weight for module in self.modules]
         self.versions = [weight._version for weight in self.weights]
 

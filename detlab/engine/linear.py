@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,13 @@ def _pack(weight: Tensor) -> Tensor | None:
     return packed
 
 
+def _pack_blocks(weight: Tensor, block: int | None) -> list[Tensor] | None:
+    """The weight packed, in blocks of its columns where asked for; None where it cannot be packed."""
+    parts = [_pack(part) for part in (weight.split(block, 1) if block else [weight])]  # type: ignore[no-untyped-call]
+    packed = [part for part in parts if part is not None]
+    return packed if len(packed) == len(parts) else None
+
+
 class CanonicalLinear:
     """One weight, and the kernel and row rule by which it is applied.
 
@@ -45,9 +52,10 @@ class CanonicalLinear:
         rule: how it is called; measured for the number of threads that were set when it was made or last `tune`d.
     """
 
-    __slots__ = ("bias", "kernel", "num_in", "num_out", "packed", "rule", "weight", "_call", "_is_padded", "_kind")
+    __slots__ = ("bias", "block", "kernel", "num_in", "num_out", "packed", "rule", "weight", "_call", "_is_padded", "_kind")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, what: str = "linear", is_padded: bool = True) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, what: str = "linear", is_padded: bool = True,
+                 block: int | None = None) -> None:  # fmt: skip
         """Packs a weight.
 
         Args:
@@ -55,6 +63,8 @@ class CanonicalLinear:
             bias: [N], or None.
             what: names the layer in an error.
             is_padded: False calls the kernel with any number of rows, whatever the bits.
+            block: in float32, terms that are added in one chain; the chains of a row are added after another. None: one
+                chain, which is fastest.
 
         Raises:
             MachineError: on this machine no number of rows gives stable bits for this size.
@@ -62,7 +72,8 @@ class CanonicalLinear:
         self.num_out, self.num_in = weight.shape
         self.bias = None if bias is None else bias.detach()
         self._kind = (weight.dtype, weight.device)
-        self.packed = _pack(weight)
+        self.block = block if block and weight.dtype == torch.float32 and block < self.num_in else None
+        self.packed = _pack_blocks(weight, self.block)
         self.weight: Tensor | None = None
         self.kernel, self._call = "packed", self._packed_call
         rule = self._measure() if self.packed is not None else None
@@ -89,6 +100,8 @@ class CanonicalLinear:
         name = name_of(f"linear/{self.kernel}", dtype, self.num_in, self.num_out, device=device)
         if self.bias is not None:
             name += " bias"
+        if self.block is not None and self.kernel == "packed":
+            name += f" block={self.block}"
         if self.kernel == "packed":
             granules: tuple[int, ...] = _GRANULES
         else:
@@ -102,8 +115,14 @@ class CanonicalLinear:
         return rule
 
     def _packed_call(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
-        return result
+        first, *others = cast(list[Tensor], self.packed)
+        linear = torch.ops.mkldnn._linear_pointwise
+        if self.block is None:
+            return cast(Tensor, linear.default(x, first, self.bias, "none", [], ""))
+        result = linear.default(x[..., : self.block], first, self.bias, "none", [], "")
+        for start, packed in zip(range(self.block, self.num_in, self.block), others, strict=True):
+            result = linear.binary(x[..., start : start + self.block], result, packed, None, "add")
+        return cast(Tensor, result)
 
     def _plain_call(self, x: Tensor) -> Tensor:
         assert self.weight is not None
