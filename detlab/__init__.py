@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from detlab.divergence.accumulation import accumulation_tree as accumulation_tree
     from detlab.divergence.compare import compare as compare
     from detlab.divergence.compare import first_divergence as first_divergence
+    from detlab.divergence.explain import explain as explain
+    from detlab.divergence.explain_result import Explanation as Explanation
+    from detlab.divergence.graft import graft as graft
     from detlab.divergence.result import Comparison as Comparison
     from detlab.divergence.result import Divergence as Divergence
     from detlab.environment import environment as environment
@@ -54,6 +57,7 @@ _HOMES = {
     "Coverage": "detlab.coverage",
     "DetlabError": "detlab.errors",
     "Divergence": "detlab.divergence.result",
+    "Explanation": "detlab.divergence.explain_result",
     "Investigation": "detlab.investigate",
     "Prompt": "detlab.prompts",
     "Run": "detlab.runner",
@@ -66,7 +70,9 @@ _HOMES = {
     "coverage": "detlab.coverage",
     "deterministic": "detlab.deterministic",
     "environment": "detlab.environment",
+    "explain": "detlab.divergence.explain",
     "first_divergence": "detlab.divergence.compare",
+    "graft": "detlab.divergence.graft",
     "investigate": "detlab.investigate",
     "load_model": "detlab.models",
     "load_prompts": "detlab.prompts",

@@ -9,10 +9,10 @@ import pytest
 import detlab
 
 NAMES = [
-    "Bench", "Certificate", "Comparison", "Condition", "Coverage", "DetlabError", "Divergence", "Investigation", "Prompt", "Run",
-    "Trace", "accumulation_tree", "apply", "bench", "capture", "compare", "coverage", "deterministic",
-    "environment", "first_divergence", "investigate", "load_model", "load_prompts", "load_trace", "restore", "run", "sweep",
-    "verify", "viz",
+    "Bench", "Certificate", "Comparison", "Condition", "Coverage", "DetlabError", "Divergence", "Explanation",
+    "Investigation", "Prompt", "Run", "Trace", "accumulation_tree", "apply", "bench", "capture", "compare", "coverage",
+    "deterministic", "environment", "explain", "first_divergence", "graft", "investigate", "load_model", "load_prompts",
+    "load_trace", "restore", "run", "sweep", "verify", "viz",
 ]  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def _compare_bare(a: Trace, b: Trace) -> Comparison:
         result.verdict = DIFFERENT_INPUTS
     result.notes += _tokens_that_part(a, b) + _limits(a, b, detail)
     result.controls = {"a_repeated": None, "b_repeated": None}
-    return result
+    return result.remember(a, b)
 
 
 def _are_different_questions(a: Trace, b: Trace, result: Comparison) -> bool:
@@ -177,7 +177,7 @@ def _compare_runs(a: Run, b: Run, controls: bool, measure: bool, progress: Progr
         notes.append(f"logits hold NaN: {result.num_nan[0]} in a, {result.num_nan[1]} in b; greedy tokens mean nothing there")
     result.notes = notes + _limits(a.trace, forced.trace, detail)
     _repeat(result, a, forced, detail, controls, measure, progress)
-    return result
+    return result.remember(a, forced)
 
 
 def _check_same_question(a: Run, b: Run) -> None:

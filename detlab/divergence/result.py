@@ -53,6 +53,11 @@ class Divergence:
     op_index: int = field(default=-1, repr=False)
 
     @property
+    def comparison(self) -> Comparison | None:
+        """The comparison that found it; None for one that was made by hand."""
+        return self.__dict__.get("_comparison")  # no field: it would be compared, copied and printed with the rest
+
+    @property
     def inputs_matched(self) -> bool:
         """Whether no input differed: the op itself made the difference."""
         return self.kind == "origin"
@@ -135,6 +140,7 @@ class Comparison:
         num_nan: logits that were NaN, in a and in b.
         teacher_forced: whether b was fed a's tokens for this comparison.
         notes: what limits the comparison, in words.
+        sides: the runs or traces that were held against each other; b as it was fed for the comparison.
     """
 
     verdict: str
@@ -153,9 +159,25 @@ class Comparison:
     label_b: str
     prompt_ids: list[str]
     texts: tuple[list[str] | None, list[str] | None] = (None, None)
+    sides: tuple[Any, Any] | None = field(default=None, repr=False)
     detail: TraceComparison = field(default_factory=TraceComparison, repr=False)
     trace: Trace = field(default_factory=Trace, repr=False)
     sizes: dict[int, tuple[Array, Array, Array]] = field(default_factory=dict, repr=False)
+
+    def remember(self, a: Any, b: Any) -> Comparison:
+        """Lets every entry lead back here, and from here to the runs: what explains a difference runs them again."""
+        self.sides = (a, b)
+
+        def link(entry: Divergence) -> None:
+            entry.__dict__["_comparison"] = self
+
+        if isinstance(self.carriers, Entries):
+            self.carriers.change(link)
+        for entry in (*self.origins, *(() if isinstance(self.carriers, Entries) else self.carriers)):
+            link(entry)
+        if self.first is not None:
+            link(self.first)
+        return self
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
         """Plain values, for machines. ``most`` limits the list of origins; carriers are counted only."""
