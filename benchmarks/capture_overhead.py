@@ -3,7 +3,8 @@
 All are asked for the same: a fingerprint of what the model computes. detlab digests every row of every op's output and
 resolves every input; DebugMode hashes every op's output as a whole; module hooks hash every module's output as a whole;
 TorchLens keeps every op's output. A process's first capture of a model also finds out what its ops do to rows: that is the
-row "first capture". TorchLens is not among detlab's dependencies: ``pip install torchlens`` to include it.
+row "first capture". Two rows do nothing at all with what they see: they are what hooks and a dispatch mode cost in Python.
+TorchLens is not among detlab's dependencies: ``pip install torchlens`` to include it.
 
     python benchmarks/capture_overhead.py [ROUNDS]
 """
@@ -19,6 +20,7 @@ import torch
 from _harness import interleaved, save
 from torch import Tensor, nn
 from torch.utils._debug_mode import DebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import detlab
@@ -39,6 +41,14 @@ def smollm2() -> tuple[nn.Module, Tensor]:
     """SmolLM2-135M in float32, a prefill of 256 tokens."""
     model, _ = detlab.load_model("smollm2-135m")
     return model, torch.randint(5, 40_000, (1, 256), generator=torch.Generator().manual_seed(0))
+
+
+class IdleMode(TorchDispatchMode):
+    """Runs every op and does nothing else."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op."""
+        return func(*args, **(kwargs or {}))
 
 
 def methods(model: nn.Module, ids: Tensor) -> dict[str, Callable[[], Any]]:
@@ -63,6 +73,21 @@ def methods(model: nn.Module, ids: Tensor) -> dict[str, Callable[[], Any]]:
                 handle.remove()
         return hashes
 
+    def idle_hooks() -> None:
+        handles = []
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True))
+            handles.append(module.register_forward_hook(lambda module, args, output: None))
+        try:
+            raw()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def idle_mode() -> None:
+        with IdleMode():
+            raw()
+
     def debug_mode() -> DebugMode:
         with DebugMode() as mode, DebugMode.log_tensor_hashes(hash_inputs=False):
             raw()
@@ -84,6 +109,8 @@ def methods(model: nn.Module, ids: Tensor) -> dict[str, Callable[[], Any]]:
 
     chosen: dict[str, Callable[[], Any]] = {
         "raw forward": raw,
+        "idle module hooks": idle_hooks,
+        "idle dispatch mode": idle_mode,
         "module hooks + torch.hash_tensor": hooks,
         "detlab, modules": modules,
         "detlab, every op by row": ops,
