@@ -90,6 +90,11 @@ def _release(session: Session, parameter: nn.Parameter, layers: list[CanonicalLi
         session.shelf.put(parameter)
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; 0 for one made under ``torch.inference_mode``, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class _Linear:
     """The forward of a linear module; its weight is packed anew when it was changed in place, or replaced."""
 
@@ -103,7 +108,7 @@ class _Linear:
         self.layer = CanonicalLinear(
             weight_of(self.module), self.module.bias, self.name, self.options.is_padded, self.options.block
         )
-        self.weight, self.version = self.module.weight, self.module.weight._version
+        self.weight, self.version = self.module.weight, version_of(self.module.weight)
 
     def tune(self) -> None:
         """Looks up the rule for the number of threads now set."""
@@ -111,7 +116,7 @@ class _Linear:
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name under which nn.Linear takes it
         weight = self.module.weight
-        if weight is not self.weight or weight._version != self.version:
+        if weight is not self.weight or version_of(weight) != self.version:
             self._pack()
         return self.layer(input)
 
@@ -144,7 +149,7 @@ class _Group:
         bias = None if biases[0] is None else torch.cat(biases).detach()
         self.layer = CanonicalLinear(weight, bias, self.name, self.options.is_padded, self.options.block)
         self.weights = [module.weight for module in self.modules]
-        self.versions = [weight._version for weight in self.weights]
+        self.versions = [version_of(weight) for weight in self.weights]
 
     def tune(self) -> None:
         """Looks up the rule for the number of threads now set."""
@@ -153,7 +158,7 @@ class _Group:
     def part(self, index: int, x: Tensor) -> Tensor:
         """One module's result."""
         ready = self.ready
-        if getattr(ready, "x", None) is x and ready.version == x._version and ready.parts[index] is not None:
+        if getattr(ready, "x", None) is x and ready.version == version_of(x) and ready.parts[index] is not None:
             part: Tensor = ready.parts[index]
             ready.parts[index] = None
             ready.left -= 1
@@ -161,12 +166,12 @@ class _Group:
                 ready.x = None  # an activation is not kept alive for nothing
             return part
         for module, weight, version in zip(self.modules, self.weights, self.versions, strict=True):
-            if module.weight is not weight or weight._version != version:
+            if module.weight is not weight or version_of(weight) != version:
                 self._pack()
                 break
         parts: list[Tensor | None] = list(self.layer(x).split(self.sizes, -1))  # type: ignore[no-untyped-call]
         mine, parts[index] = parts[index], None
-        ready.x, ready.version, ready.parts, ready.left = x, x._version, parts, len(parts) - 1
+        ready.x, ready.version, ready.parts, ready.left = x, version_of(x), parts, len(parts) - 1
         assert mine is not None
         return mine
 
