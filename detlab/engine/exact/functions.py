@@ -71,7 +71,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 # 0.5 * (1 + tanh(u)) is 1 / (1 + exp(-2 u)), which does not cancel for negative u.
-_TANH_SCALE = 2.0 * float.fromhex("0x1.988453365de00p-1")  # 2 * sqrt(2 / pi)
+_TANH_SCALE = 2.0 * float.fromhex("0x1.9884533d43651p-1")  # 2 * sqrt(2 / pi)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

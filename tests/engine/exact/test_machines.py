@@ -1,0 +1,121 @@
+"""One MD5 over instruction sets, threads, batches, padding, chunks, decoding, and the parts of a sum; stock has several."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import detlab
+from detlab.engine.exact import linear, machine
+from detlab.errors import MachineError, UsageError
+
+ROOT = Path(__file__).resolve().parents[3]
+MODELS = ("tiny-llama:float32", "tiny-llama:bfloat16", "tiny-gpt2:float32", "tiny-qwen3-moe:float32", "tiny-gemma3:bfloat16")
+SETTINGS = {
+    "default": {},
+    "ATen AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "ATen plain": {"ATEN_CPU_CAPABILITY": "default"},
+    "MKL COMPATIBLE": {"MKL_CBWR": "COMPATIBLE"},
+    "oneDNN AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "all": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "least": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+}
+
+
+@lru_cache(maxsize=8)
+def served(setting):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | SETTINGS[setting]
+    child = Path(__file__).with_name("isa_child.py")
+    result = subprocess.run(
+        [sys.executable, str(child), *MODELS], env=environment, capture_output=True, text=True, cwd=ROOT, check=False, timeout=200
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_one_md5(setting):
+    found, default = served(setting), served("default")
+    assert found["functions"] == default["functions"]
+    assert found["parts"] == default["parts"] and len(found["parts"]) == 1
+    for name in MODELS:
+        assert len(found["exact"][name]) == 1, f"{name} parts within one process"
+    assert found["exact"] == default["exact"]
+
+
+def test_stock_has_several():
+    """The control: on a machine where the instruction sets can be chosen, stock logits follow them."""
+    if served("default")["isa"] == served("ATen plain")["isa"]:
+        pytest.skip("this machine has one instruction set, so that nothing can be chosen")
+    for name in MODELS[:2]:
+        assert len({served(setting)["stock"][name] for setting in SETTINGS}) > 1
+
+
+def test_a_condition_names_the_tier():
+    model = detlab.load_model("tiny-llama", dtype="float32")[0]
+    prompts = [[(index * 31 + 7) % 250 for index in range(19)], [(index * 17 + 5) % 250 for index in range(11)]]
+    plain = detlab.run(model, prompts, detlab.Condition(tier="exact"), new_tokens=2)
+    other = detlab.run(
+        model, prompts,
+        detlab.Condition(tier="exact", batch_size=2, padding_side="left", threads=2, aten_isa="avx2", mkl_isa="COMPATIBLE"),
+        new_tokens=2,
+    )  # fmt: skip
+    assert plain.md5 == other.md5
+
+
+# ------------------------------------------------------------------------------------------------------- the self-test
+def test_the_kernels_here_are_exact():
+    exact = [kernel for kernel in linear.KERNELS if machine.is_exact(kernel)]
+    assert "float64" in exact and machine.choose_kernel() in exact
+
+
+def saturating(digits, weight):
+    """An int8 product of a CPU without VNNI, of digits that are not kept within 64: pairs are added in 16 bits."""
+    shifted = digits.int() + 128
+    rows = shifted.shape[0]
+    pairs = torch.zeros(rows, weight.shape[0], dtype=torch.int32)
+    wide = weight.int() * 2  # what full-range digits would be
+    for k in range(0, digits.shape[1] - 1, 2):
+        pair = shifted[:, k : k + 2].float() @ wide[:, k : k + 2].t().float()
+        pairs += pair.clamp(-32768, 32767).int()
+    if digits.shape[1] % 2:
+        pairs += (shifted[:, -1:].float() @ wide[:, -1:].t().float()).int()
+    return (pairs - 128 * wide.sum(1)) // 2
+
+
+def test_a_product_that_saturates_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: saturating(a, b.t()))
+    assert not machine.is_exact("int8")
+    machine._choice.cache_clear()
+    try:
+        with pytest.raises(MachineError, match=r"the int8 product is not exact on this machine: sums of digits of \+-64"):
+            machine.choose_kernel(only="int8")
+        assert machine.choose_kernel() != "int8"
+    finally:
+        machine._choice.cache_clear()
+
+
+def test_digits_of_64_do_not_saturate():
+    """Pairs of 16-bit products stay within range for digits of 64, shifted by 64 or by 128."""
+    assert 2 * 128 * 64 < 2**15 and 2 * (64 + 128) * 64 < 2**15
+
+
+def test_flushed_subnormals_are_refused():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot flush subnormal numbers")
+    try:
+        with pytest.raises(MachineError, match="subnormal numbers are flushed"):
+            machine.check_arithmetic()
+    finally:
+        torch.set_flush_denormal(False)
+    machine.check_arithmetic()
+
+
+def test_an_unknown_kernel():
+    with pytest.raises(UsageError, match="kernel='int4' is not known; choose from packed, int8, float64"):
+        machine.choose_kernel(only="int4")
