@@ -61,6 +61,21 @@ def equal(actual: Tensor, expected: Tensor) -> bool:
     return torch.equal(int_view(actual), int_view(expected))
 
 
+def placed(tensor: Tensor, offset: int) -> Tensor:
+    """Copies a tensor to an address ``offset`` bytes past a multiple of 64; some kernels' bits depend on it.
+
+    Args:
+        tensor: any shape.
+        offset: a multiple of the element size, 0 to 63.
+    """
+    size = tensor.element_size()
+    room = torch.empty(tensor.numel() + 128 // size, dtype=tensor.dtype, device=tensor.device)
+    start = (offset - room.data_ptr()) % 64 // size
+    moved = room[start : start + tensor.numel()].view(tensor.shape)
+    moved.copy_(tensor)
+    return moved
+
+
 def _ordered(tensor: Tensor) -> Tensor:
     """Maps floats to int64 so that neighbours in value are neighbours in number; both zeros map to 0."""
     bits = int_view(tensor).to(torch.int64)

@@ -68,6 +68,7 @@ def send_model(model: nn.Module) -> Path:
         "config": json.loads(config.to_json_string(use_diff=False)),
         "attention": getattr(config, "_attn_implementation", None),
         "experts": getattr(config, "_experts_implementation", None),
+        "places": {where: tensor.data_ptr() % 64 for where, tensor in _tensors(model)},
         "digests": digests_of(model),  # versions and addresses would miss what is written through .data or numpy
     }
     if _sent.get(model) == meta:
@@ -102,7 +103,10 @@ def receive_model(path: Path) -> nn.Module:
     if meta["experts"] is not None:
         config._experts_implementation = meta["experts"]
     model: nn.Module = getattr(transformers, meta["class"])(config)
-    state = load_file(path / "state.safetensors")
+    # A kernel may compute other bits where a weight lies at another address modulo the vector length.
+    state = {
+        name: bits.placed(tensor, meta["places"].get(name, 0)) for name, tensor in load_file(path / "state.safetensors").items()
+    }
     for name, tensor in list(_tensors(model)):
         if name not in state:
             raise MachineError(f"the fresh process built {meta['class']} with {name}, which the model sent does not have.")
@@ -168,5 +172,3 @@ def child(request: dict[str, Any], variables: dict[str, str], report: Callable[[
 
 def _listed(variables: dict[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in variables.items()) or "no variables"
-
-

@@ -233,7 +233,7 @@ def _copy_for(model: nn.Module, condition: Condition) -> nn.Module:
             twin = twin.to(device)
         if condition.alignment:
             for parameter in twin.parameters():
-                parameter.data = _realigned(parameter.data, condition.alignment)
+                parameter.data = _moved(parameter.data, condition.alignment)
         known[key] = (state, twin)
     return known[key][1]
 
@@ -252,16 +252,11 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
                 setattr(module, name, buffer.to(dtype))
 
 
-def _realigned(tensor: Tensor, offset: int) -> Tensor:
-    """The same values at an address that lies ``offset`` bytes past a multiple of 64."""
+def _moved(tensor: Tensor, offset: int) -> Tensor:
     size = tensor.element_size()
     if offset % size:
         raise UsageError(f"alignment={offset} does not fit {size}-byte elements; give a multiple of {size}.")
-    room = torch.empty(tensor.numel() + 128 // size, dtype=tensor.dtype, device=tensor.device)
-    start = (offset - room.data_ptr()) % 64 // size
-    moved = room[start : start + tensor.numel()].view(tensor.shape)
-    moved.copy_(tensor)
-    return moved
+    return bits.placed(tensor, offset)
 
 
 def new_cache(model: nn.Module, condition: Condition, length: int) -> Any:
