@@ -88,6 +88,14 @@ def test_the_model_is_left_as_it_was(model, certificate):
     assert not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_sixteen_bits(prompts):
+    """Logits of generate, which come in float32, are held against those of a call, which come in bfloat16."""
+    model = detlab.load_model("tiny-gpt2", dtype="bfloat16")[0]
+    found = detlab.verify(model, prompts, axes=["decode", "cache"], trials=4)
+    assert found.holds and found.axes["decode"].comparisons == 4
+    assert any("generates=True" in way for way in found.axes["decode"].ways)
+
+
 def test_trials_scale_an_axis(model, prompts):
     found = detlab.verify(model, prompts, axes=["run"], trials=11).axes["run"]
     assert found.comparisons == found.control_comparisons == 11 and found.bound95 == 3 / 11

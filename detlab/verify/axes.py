@@ -14,7 +14,7 @@ from detlab.verify.serve import Way
 
 __all__ = ["AXES", "Axis", "Trial"]
 
-_MOST_TOKENS = 640  # of one call: longer texts are tried in smaller batches
+_MOST_TOKENS = 320  # of one call: longer texts are tried in smaller batches
 
 
 @dataclass(frozen=True)

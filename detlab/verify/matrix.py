@@ -8,6 +8,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class Matrix:
         self._shared_pool = inputs[:8]
         self.known: OrderedDict[Any, Any] = OrderedDict()
         self.is_tier = True
+        self.logits_dtype: torch.dtype | None = None
 
     def phase(self, is_tier: bool, thread_jobs: int) -> None:
         """All axes but that of the threads, under the tier or with it off; and that one's jobs, for comparison."""
@@ -100,13 +102,19 @@ class Matrix:
         if way.generates:
             ask = self.inputs[prompt], way, self._pool(prompt), self.new_tokens, self.seed
             model: Any = self.model
-            if way.temperature and self.is_tier:
-                with owned_sampling(model, self.seed):
-                    return generated(model, *ask)
-            return generated(model, *ask)
+            with owned_sampling(model, self.seed) if way.temperature and self.is_tier else nullcontext():
+                tokens, logits = generated(model, *ask)
+            return tokens, self._as_computed(logits)
         text = self.text(prompt)
         logits = logits_of(self.model, text, way, self._pool(prompt), kept_positions(len(text)))
         return logits.argmax(-1), logits
+
+    def _as_computed(self, logits: Tensor) -> Tensor:
+        """Generate hands logits out in float32, whatever they were computed in: they are taken back, exactly."""
+        if self.logits_dtype is None:
+            self.logits_dtype = logits_of(self.model, self.inputs[0][:1], Way()).dtype
+        back = logits.to(self.logits_dtype)
+        return back if bits.equal(back.to(logits.dtype), logits) else logits
 
     def _reference(self, prompt: int, way: Way) -> tuple[Tensor, Tensor]:
         """As `_served`; the last few are kept."""
