@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from detlab.divergence.graft import graft as graft
     from detlab.divergence.result import Comparison as Comparison
     from detlab.divergence.result import Divergence as Divergence
+    from detlab.divergence.triage import triage as triage
+    from detlab.divergence.triage_result import Triage as Triage
     from detlab.environment import environment as environment
     from detlab.errors import DetlabError as DetlabError
     from detlab.investigate import Investigation as Investigation
@@ -62,6 +64,7 @@ _HOMES = {
     "Prompt": "detlab.prompts",
     "Run": "detlab.runner",
     "Trace": "detlab.trace.records",
+    "Triage": "detlab.divergence.triage_result",
     "accumulation_tree": "detlab.divergence.accumulation",
     "apply": "detlab.deterministic",
     "bench": "detlab.bench",
@@ -80,6 +83,7 @@ _HOMES = {
     "restore": "detlab.deterministic",
     "run": "detlab.runner",
     "sweep": "detlab.sweep",
+    "triage": "detlab.divergence.triage",
     "verify": "detlab.verify",
 }
 

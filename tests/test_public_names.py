@@ -10,9 +10,9 @@ import detlab
 
 NAMES = [
     "Bench", "Certificate", "Comparison", "Condition", "Coverage", "DetlabError", "Divergence", "Explanation",
-    "Investigation", "Prompt", "Run", "Trace", "accumulation_tree", "apply", "bench", "capture", "compare", "coverage",
-    "deterministic", "environment", "explain", "first_divergence", "graft", "investigate", "load_model", "load_prompts",
-    "load_trace", "restore", "run", "sweep", "verify", "viz",
+    "Investigation", "Prompt", "Run", "Trace", "Triage", "accumulation_tree", "apply", "bench", "capture", "compare",
+    "coverage", "deterministic", "environment", "explain", "first_divergence", "graft", "investigate", "load_model",
+    "load_prompts", "load_trace", "restore", "run", "sweep", "triage", "verify", "viz",
 ]  # fmt: skip
 
 

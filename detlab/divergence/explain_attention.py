@@ -38,6 +38,22 @@ class Form:
         return f"{queries} queries, the row at {self.queries_before}; {self.keys_before}+{self.keys_after} masked keys; {mask}"
 
 
+def visible_to(op: Operation, row: Row) -> Tensor | None:
+    """Slots of the keys that a query row sees; None where the op is no attention."""
+    if op.name != FLASH or not {0, 2} <= row.where.keys():
+        return None
+    query, num_keys = op.args[0], op.args[1].shape[2]
+    mask = op.named("attn_mask")
+    if isinstance(mask, Tensor):
+        own = mask.expand(query.shape[0], -1, query.shape[2], num_keys)[row.where[0], 0, row.where[2]]
+        seen = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+    elif op.named("is_causal"):
+        seen = torch.arange(num_keys) <= row.where[2]
+    else:
+        seen = torch.ones(num_keys, dtype=torch.bool)
+    return seen.nonzero()[:, 0]
+
+
 @dataclass
 class Attention:
     """One query row of a call of attention.
@@ -58,19 +74,11 @@ class Attention:
     @classmethod
     def of(cls, op: Operation, row: Row) -> Attention | None:
         """Reads a call; None where it is no attention, or the keys that the row sees have gaps."""
-        if op.name != FLASH or not {0, 2} <= row.where.keys():
+        visible = visible_to(op, row)
+        if visible is None:
             return None
-        query, key = op.args[0], op.args[1]
-        batch, slot, num_keys = row.where[0], row.where[2], key.shape[2]
-        mask = op.named("attn_mask")
-        if isinstance(mask, Tensor):
-            own = mask.expand(query.shape[0], -1, query.shape[2], num_keys)[batch, 0, slot]
-            seen = own if own.dtype == torch.bool else own == 0
-        elif op.named("is_causal"):
-            seen = torch.arange(num_keys) <= slot
-        else:
-            seen = torch.ones(num_keys, dtype=torch.bool)
-        visible = seen.nonzero()[:, 0]
+        query, num_keys, mask = op.args[0], op.args[1].shape[2], op.named("attn_mask")
+        batch, slot = row.where[0], row.where[2]
         if not len(visible) or int(visible[-1]) - int(visible[0]) + 1 != len(visible):
             return None
         form = Form(
