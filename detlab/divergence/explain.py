@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from detlab import bits
 from detlab.divergence.explain_attention import Attention
 from detlab.divergence.explain_factors import Factor, Subject, body_and_tail, factors_of, judged
+from detlab.divergence.explain_region import explain_region
 from detlab.divergence.explain_result import (
     ARRIVAL,
     BODY_AND_TAIL,
@@ -76,11 +77,9 @@ def explain(what: Divergence | Comparison, *, again: Sequence[Again] | None = No
     if divergence.kind != "origin":
         return Explanation(divergence, Mechanism(NO_ORIGIN, _carried(divergence)))
     found = next(f for f in comparison.detail.ops.differing() if f.a == divergence.op_index)
-    if comparison.trace.ops[found.a].op == REGION or found.b < 0:
-        return Explanation(divergence, Mechanism(KERNEL, _compiled(divergence)))
     a, b = sides_of(comparison, again, model)
-    if b.trace.ops[found.b].op == REGION:
-        return Explanation(divergence, Mechanism(KERNEL, _compiled(divergence)))
+    if REGION in [side.trace.ops[op].op for side, op in ((a, found.a), (b, found.b)) if 0 <= op < len(side.trace.ops)]:
+        return explain_region(a, b, found, divergence)
     made = _Explainer(a, b, found, divergence, processes, repetitions).explain()
     made.seconds = time.perf_counter() - started
     return made
@@ -90,13 +89,6 @@ def _carried(divergence: Divergence) -> str:
     broken = ", ".join(name for name, state in divergence.inputs.items() if state == "differs") or "an input"
     source = f" (from {divergence.source})" if divergence.source else ""
     return f"This op was given other inputs: {broken} differed already{source}. It made no difference of its own that shows."
-
-
-def _compiled(divergence: Divergence) -> str:
-    return (
-        f"Another kernel: one side ran {divergence.module} as a compiled region, whose generated code fuses its ops and keeps "
-        "intermediate results in float32 where separate ops round them to the model's dtype."
-    )
 
 
 class _Explainer:
