@@ -34,39 +34,40 @@ def explain_region(a: Side, b: Side, found: OpComparison, divergence: Divergence
     compiled_side = a if _is_region(a, found.a) else b
     eager_side = b if compiled_side is a else a
     call = eager_side.trace.calls[_call(eager_side, found, a)].index
-    module, args, kwargs, output = _met(eager_side, divergence.module, call)
+    name = compiled_side.trace.ops[found.a if compiled_side is a else found.b].module
+    module, args, kwargs, output = _met(eager_side, name, call)
     made = {EAGER: _called(module, args, kwargs)}
-    for name, options in ((COMPILED, False), (EMULATED, True)):
+    for way, options in ((COMPILED, False), (EMULATED, True)):
         torch._dynamo.reset()
         with torch._inductor.config.patch(emulate_precision_casts=options):
-            made[name] = _called(torch.compile(module.forward), args, kwargs)
+            made[way] = _called(torch.compile(module.forward), args, kwargs)
     torch._dynamo.reset()
     classes: dict[bytes, list[str]] = {}
-    for name, tensor in made.items():
-        classes.setdefault(_bytes(tensor), []).append(name)
+    for way, tensor in made.items():
+        classes.setdefault(_bytes(tensor), []).append(way)
     ours, theirs = (EAGER, COMPILED) if eager_side is a else (COMPILED, EAGER)
     groups = tuple(map(tuple, classes.values()))
-    like = {name: group for group in groups for name in group}
+    like = {way: group for group in groups for way in group}
     factor = Factor("compilation", groups, like[ours], like[theirs], ours, theirs)
     result = Explanation(divergence, Mechanism(KERNEL, ""), factors=[factor], num_rows=divergence.num_rows)
     is_same = _bytes(output) == _bytes(made[EAGER])
     result.is_faithful = (is_same, is_same)
     result.reproduced = (is_same, factor.moves)
     result.differs_alone = factor.moves
-    kernels = ([Kernel("ATen", f"separate ops of {divergence.module}")], [Kernel("inductor", REGION)])
+    kernels = ([Kernel("ATen", f"separate ops of {name}")], [Kernel("inductor", REGION)])
     result.kernels = kernels if eager_side is a else kernels[::-1]
-    result.mechanism = _mechanism(divergence, like, is_same, factor)
+    result.mechanism = _mechanism(name, like, is_same, factor)
     result.seconds = time.perf_counter() - started
     return result
 
 
-def _mechanism(divergence: Divergence, like: dict[str, tuple[str, ...]], is_same: bool, factor: Factor) -> Mechanism:
+def _mechanism(name: str, like: dict[str, tuple[str, ...]], is_same: bool, factor: Factor) -> Mechanism:
     if not is_same or not factor.moves:
         return Mechanism(
-            NOT_REPRODUCED, f"Not explained: {divergence.module}, executed alone on the captured inputs, does not show the "
+            NOT_REPRODUCED, f"Not explained: {name}, executed alone on the captured inputs, does not show the "
             "difference between eager and compiled code.",
         )  # fmt: skip
-    start = f"Another kernel: {divergence.module} is one compiled region on one side, whose generated code fuses its ops"
+    start = f"Another kernel: {name} is one compiled region on one side, whose generated code fuses its ops"
     if EMULATED in like[EAGER]:
         return Mechanism(
             KERNEL, f"{start} and keeps intermediate results in float32, where separate ops round each of them to the model's "

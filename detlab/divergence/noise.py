@@ -76,8 +76,8 @@ def measure_noise(run: Run, *, avoid: Sequence[Run] = (), most: int = 4) -> Nois
         if len(noise.measured) == most:
             break
         with suppress(DetlabError):  # a condition that cannot be combined with the run's, or not run here
-            condition = replace(run.condition, **change)
-            if str(condition) in seen or condition.temperature:
+            condition = replace(run.condition, **({"temperature": 0.0, "top_k": 0} | change))  # the tokens are fed
+            if str(condition) in seen:
                 continue
             seen.add(str(condition))
             other = again(run, condition)

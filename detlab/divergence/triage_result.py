@@ -113,7 +113,7 @@ class Triage:
         noise = self.noise.largest if self.noise is not None else 0.0
         if not noise:
             return f"logits differ by up to {self.size:.3g}; the harmless conditions tried moved no bit"
-        how = "within" if self.is_acceptable else f"{self.size / noise:.3g} times"
+        how = "within" if self.size <= noise else f"{self.size / noise:.3g} times"
         return f"logits differ by up to {self.size:.3g}, {how} this model's path noise ({noise:.3g})"
 
     def lines(self) -> list[str]:
