@@ -326,12 +326,15 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, step: Step, rule: Atten
     group = heads // groups
     total = rule.keys(step.slots_needed)
     if tokens * group <= min(_FOLD, rule.most) and (tokens == 1 or group > 1):
-        folded = query.reshape(batch, groups, group * tokens, size)
-        mask = step.mask(0, tokens, total, group)
+        spare = -tokens % rule.granule if tokens > 1 else 0
+        padded = F.pad(query, (0, 0, 0, spare)) if spare else query
+        folded = padded.reshape(batch, groups, group * (tokens + spare), size)
+        mask = step.mask(0, tokens, total, group, spare)
         out = flash_rows(folded, keys[:, :, :total], values[:, :, :total], mask, scale, rule.granule)
         if tokens == 1:
             return out.reshape(batch, 1, heads, size)
-        return out.reshape(batch, heads, tokens, size).transpose(1, 2)
+        out = out.reshape(batch, heads, tokens + spare, size).transpose(1, 2)
+        return out[:, :tokens] if spare else out
     pieces, done = [], 0
     if step.is_plain and batch * heads > 1 and rule.causal:
         done = min(tokens, rule.causal)

@@ -89,7 +89,7 @@ class CanonicalExperts:
         tokens, chosen = top_k_index.shape
         if tokens == 1:  # nothing to sort
             chosen_experts = [self.experts[expert] for expert in top_k_index[0].tolist()]
-            return self._combine(torch.cat([expert(hidden_states) for expert in chosen_experts])[None], top_k_weights)
+            return self._combine(torch.stack([expert(hidden_states) for expert in chosen_experts], 1), top_k_weights)
         choices = top_k_index.reshape(-1)
         order = choices.argsort(stable=True)
         counts = torch.bincount(choices, minlength=len(self.experts)).tolist()

@@ -57,7 +57,10 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
     if is_experts(module):
         if not session.wants(name, "experts"):
             return "experts", None
-        experts = CanonicalExperts(module, canonical_elementwise(getattr(module, "act_fn", nn.functional.silu)), name, options)
+        activation = getattr(module, "act_fn", nn.functional.silu)
+        # Its forward, not the module: the experts share it, and a trace is to see each expert's own.
+        activation = canonical_elementwise(activation.forward if isinstance(activation, nn.Module) else activation)
+        experts = CanonicalExperts(module, activation, name, options)
         session.tunables.append(experts)
         for number, expert in enumerate(experts.experts):
             module.add_module(str(number), expert)

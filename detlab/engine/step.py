@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
@@ -120,8 +121,15 @@ class Step:
                 "pass attention_mask with the padding of earlier calls, as generate does."
             )
 
-    def mask(self, first: int, last: int, keys: int, copies: int) -> Tensor:
-        """Additive mask of queries first..last, [batch or 1, 1, rows, keys]; ``copies``: heads folded into rows, head-major."""
+    def mask(self, first: int, last: int, keys: int, copies: int, spare: int = 0) -> Tensor:
+        """Additive mask of queries first..last, [batch or 1, 1, rows, keys].
+
+        Args:
+            first, last: the queries' tokens.
+            keys: key slots.
+            copies: heads that are folded into rows, head-major.
+            spare: rows that are appended to each head's, which see everything and are read by no one.
+        """
         name = (first, last, keys, copies)
         known = self._masks.get(name)
         if known is not None:
@@ -135,6 +143,8 @@ class Step:
         if self.window is not None:
             seen &= slots > positions - self.window
         made = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, _HIDDEN)
+        if spare:
+            made = F.pad(made, (0, 0, 0, spare))
         if last - first > 1 and copies > 1:  # a single row is shared by the heads as it is
             made = made.repeat(1, copies, 1)
         self._masks[name] = made = made[:, None]

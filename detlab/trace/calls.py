@@ -171,5 +171,3 @@ def cache_tensors(output: Any, call: Call | None) -> Iterator[Input]:
     cache = _cache_of(output) if isinstance(output, dict) else None
     if cache is not None and call is not None and len(call.prompts):
         yield from _cache_layouts(cache, len(call.prompts), call.query.stop, call.query.start)
-
-

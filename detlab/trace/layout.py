@@ -55,15 +55,40 @@ def pick_rows(dim: Dim, where: Sequence[int]) -> Dim | None:
 
     This is how mixture-of-experts layers sort tokens: the rows come out in another order, each perhaps several times.
     """
-    kinds = [atom.kind for atom in dim]
-    if kinds[:1] == ["row"]:
-        pairs: Sequence[int] = dim[0].index
-    elif kinds[:2] == ["batch", "token"]:
-        pairs = [pair(b, s) for b in dim[0].index for s in dim[1].index]
-    else:
+    pairs = _pairs(dim)
+    if pairs is None:
         return None
     width = dim_size(dim) // len(pairs) if pairs else 1  # features that share the dimension, such as a token's experts
     return rows_dim(tuple(pairs[i // width] for i in where))
+
+
+def _pairs(dim: Dim) -> Sequence[int] | None:
+    """The (batch row, token slot) pairs that a dimension walks over before its features; None where it does not."""
+    kinds = [atom.kind for atom in dim]
+    if kinds[:1] == ["row"]:
+        return dim[0].index
+    if kinds[:2] == ["batch", "token"]:
+        return [pair(b, s) for b in dim[0].index for s in dim[1].index]
+    return None
+
+
+NO_SLOT = 1 << 22  # a slot that no token has: rows that only fill a shape up
+
+
+def filled_up(dim: Dim, size: int) -> Dim | None:
+    """A dimension with rows of no token behind its own; None where its rows are not pairs, or share it with features."""
+    pairs = _pairs(dim)
+    if pairs is None or len(pairs) != dim_size(dim):
+        return None
+    return (Atom("row", (*pairs, *(pair(0, NO_SLOT + i) for i in range(size - len(pairs))))),)
+
+
+def join_rows(dims: Sequence[Dim]) -> Dim | None:
+    """Rows of several dimensions, one after the other; None where one does not walk over pairs alone."""
+    parts = [_pairs(dim) for dim in dims]
+    if any(part is None or len(part) != dim_size(dim) for part, dim in zip(parts, dims, strict=True)):
+        return None
+    return rows_dim(tuple(number for part in parts if part is not None for number in part))
 
 
 def rows_dim(pairs: tuple[int, ...]) -> Dim:
@@ -141,15 +166,18 @@ def take(dim: Dim, where: slice | Sequence[int]) -> Dim | None:
         size = len(range(1)[where]) if isinstance(where, slice) else len(where)
         return dim if size == 1 else None
     if len(wide) > 1:
-        full = isinstance(where, slice) and where.indices(dim_size(dim)) == (0, dim_size(dim), 1)
-        return dim if full else None
+        if isinstance(where, slice) and where.indices(dim_size(dim)) == (0, dim_size(dim), 1):
+            return dim
+        pairs = _pairs(dim)
+        return rows_dim(tuple(_take(tuple(pairs), where))) if pairs is not None and len(pairs) == dim_size(dim) else None
     at = wide[0]
     atom = dim[at]
     cut = _take(atom.index, where)
     if not atom.is_row:
         rest = feature(len(cut))
         return dim[:at] + rest + dim[at + 1 :]
-    return dim[:at] + (Atom(atom.kind, cut),) + dim[at + 1 :]
+    rows = rows_dim(tuple(cut)) if atom.kind == "row" else (Atom(atom.kind, cut),)
+    return dim[:at] + rows + dim[at + 1 :]
 
 
 def merge(dims: Sequence[Dim], size: int) -> Dim | None:

@@ -227,9 +227,7 @@ def op_info(func: Any) -> OpInfo:
         func=func,
         name=name if namespace == "aten" else f"{namespace}.{name}",
         argument_names=tuple(a.name for a in schema.arguments),
-        writes=tuple(
-            (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-        ),
+        writes=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write),
         is_composite=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
         is_move=namespace == "aten" and name in MOVES,
         is_cat=namespace == "aten" and name == "cat",

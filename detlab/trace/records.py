@@ -94,7 +94,8 @@ class Call:
     def _pair_names(self, pairs: Index) -> tuple[Array, Array]:
         """Names picked rows: (prompt, position)."""
         split = np.array([unpair(number) for number in pairs], np.int64).reshape(-1, 2)
-        positions = self.positions[split[:, 0], split[:, 1]]
+        is_slot = (split[:, 1] >= 0) & (split[:, 1] < self.positions.shape[1])  # other rows fill a shape up
+        positions = np.where(is_slot, self.positions[split[:, 0], np.where(is_slot, split[:, 1], 0)], -1)
         prompts = np.where(positions >= 0, self.prompts[split[:, 0]], -1)
         return prompts.astype(np.int64), positions.astype(np.int64)
 

@@ -2,16 +2,16 @@
 
 For one query head of size D, over the tokens t that it sees:
 
-    Q, K, V rows scaled per token: q = round(Q * 2**(b - E)), likewise k and v
-    s_t = (sum_d q_d k_td) * 2**(...) * (scaling * log2 e)             the sum is exact; one rounding
-    p_t = round(2**(s_t - max s) * 2**40)                              Z = sum p_t, exact
+    Q, K, V rows scaled per token: q = round(Q * 2**(b - E)), likewise k, v
+    s_t = (sum_d q_d k_td) * 2**(...) * (scaling * 1024 * log2 e)      the sum is exact; one rounding
+    p_t = round(2**((s_t - max s) / 1024) * 2**40)                     Z = sum p_t, exact
     g_t = p_t * 2**E(V_t)                                              exact: V's exponents are folded into P
     h_t = round(g_t * 2**(40 - E(max g)))                              H = sum h_t, exact
     w_t = round(h_t * 2**(30 - E(H)))                                  quantised per query: sum w_t <= 2**30 + tokens / 2
     out = round((sum_t w_t v_td) * 2**(...) / Z)                       the sum is exact; one division, one rounding
 
 A scale of V over tokens, per column, would leak the future into the past; here a token is scaled by itself. Bits are
-constants: q and k have 53 bits less those of D between them, v has 22, w 31 of 53, for a context of up to 2**17 tokens.
+constants: k and v have 22, q has 31 less those of D, w 31, for a context of up to 2**17 tokens.
 A token that is not seen has p = 0, so that padding, blocks and slots add nothing; a query that sees a key or a value with a NaN
 or an infinity becomes NaN, others do not notice.
 """
@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from detlab.engine.cache import CanonicalLayer, Pending
-from detlab.engine.exact.functions import LOG2E, exp2_
+from detlab.engine.exact.functions import STEPS, UNIT, exp2_
 from detlab.engine.exact.linear import rounded
 from detlab.engine.step import Step
 from detlab.errors import UsageError
 
-__all__ = ["MOST_TOKENS", "attend", "encoded", "exact_attention", "score_bits"]
+__all__ = ["MOST_TOKENS", "attend", "encoded", "exact_attention", "numbers", "query_bits"]
 
 MOST_TOKENS = 1 << 17
-VALUE_BITS = 22
+BITS = 22  # of keys and values
 SUM_BITS = 30
 GRID = 40
 LEAST = -98
@@ -40,24 +40,22 @@ _EXACT_SUM = 1 << 13  # terms of at most 2**40 whose sum float64 holds
 _TILE = 1 << 17  # scores computed at a time: what is made on the way stays in the cache
 
 
-def score_bits(size: int) -> tuple[int, int]:
-    """Bits of a query's and of a key's numbers: their products, ``size`` of them, stay below 2**53."""
-    room = 53 - (size - 1).bit_length()
-    return room - room // 2, room // 2
+def query_bits(size: int) -> int:
+    """Bits of a query's numbers: their products with a key's, ``size`` of them, stay below 2**53."""
+    return 53 - BITS - (size - 1).bit_length()
 
 
-def _scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """2**(bits - E) and 2**(E - bits) of float32 rows, float64 [..., 1]; the second is NaN for a row that is not finite."""
-    field = (x.abs().amax(-1, keepdim=True).view(torch.int32) >> 23).clamp_(LEAST + 126).long()
-    up = ((bits + 126 + 1023 - field) << 52).view(torch.float64)
-    down = ((field + (1023 - 126 - bits)) << 52).view(torch.float64)
-    return up, down.masked_fill_(field == 255, float("nan"))
+def numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Rows as whole numbers, float64 [..., size], and 2**(E - bits), [..., 1]: NaN for a row that is not finite."""
+    x = x.float()
+    field = (x.abs().amax(-1, keepdim=True).view(torch.int32) >> 23).clamp_(LEAST + 126)
+    up = ((bits + 126 + 1023 - field.long()) << 52).view(torch.float64)
+    return x.double().mul_(up).round_(), up.reciprocal().masked_fill_(field == 255, float("nan"))
 
 
-def encoded(x: Tensor, bits: int) -> Tensor:
-    """Rows of [..., size] as whole numbers, with their scale behind them: float64 [..., size + 1]."""
-    up, down = _scales(wide := x.float(), bits)
-    return torch.cat([(wide * up).round_(), down], -1)
+def encoded(x: Tensor) -> Tensor:
+    """Rows of keys or values as they are kept in a cache: `numbers` of 22 bits with their scale, float64 [..., size + 1]."""
+    return torch.cat(numbers(x, BITS), -1)
 
 
 def _sealed(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,27 +81,27 @@ def _below(x: Tensor) -> Tensor:
     return (x.view(torch.int64) >> 52) - 1022
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, factor: float) -> Tensor:
+def attend(query: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, hidden: Tensor | None, factor: float) -> Tensor:
     """Attention of some queries to all of the keys given.
 
     Args:
-        query: encoded, float64 [batch, KV heads, rows, size + 1].
+        query: `numbers`, float64 [batch, KV heads, rows, size] and [batch, KV heads, rows, 1].
         keys, values: encoded, float64 [batch, KV heads, tokens, size + 1].
         hidden: bool, broadcast to [batch, KV heads, rows, last tokens]: what a query does not see of the last tokens.
-        factor: of the scores: scaling * log2 e.
+        factor: of the scores: scaling * 1024 * log2 e.
 
     Returns:
         float64 [batch, KV heads, rows, size].
     """
-    batch, groups, rows, size = query.shape[0], query.shape[1], query.shape[2], query.shape[3] - 1
+    batch, groups, rows, size = query[0].shape
     tokens = keys.shape[2]
-    q, k, v = (t.reshape(batch * groups, -1, t.shape[3]) for t in (query, keys, values))
-    scores = torch.bmm(q[..., :size], k[..., :size].transpose(1, 2))
-    scores.mul_(q[..., size:]).mul_(k[..., size:].transpose(1, 2)).mul_(factor)
+    q, k, v = (t.reshape(batch * groups, -1, t.shape[3]) for t in (query[0], keys, values))
+    scores = torch.bmm(q, k[..., :size].transpose(1, 2))
+    scores.mul_(query[1].reshape(batch * groups, rows, 1)).mul_(k[..., size:].transpose(1, 2)).mul_(factor)
     if hidden is not None:
         last = scores.view(batch, groups, rows, tokens)[..., tokens - hidden.shape[-1] :]
         last.masked_fill_(hidden, float("-inf"))
-    p = exp2_(scores.sub_(scores.amax(-1, keepdim=True)).clamp_(-64.0), GRID).round_()
+    p = exp2_(scores.sub_(scores.amax(-1, keepdim=True)).clamp_(-64.0 * STEPS), GRID).round_()
     weight = _exact_sum(p)
     g = p.mul_(v[..., size:].transpose(1, 2))
     e = _below(g.amax(-1, keepdim=True)).clamp_min_(-200)
@@ -153,12 +151,11 @@ def exact_attention(module: Any, query: Tensor, key: Any, value: Any, attention_
         raise UsageError(
             f"a context of {step.slots_needed} tokens is longer than the {MOST_TOKENS} that the exact tier's bits are made for."
         )
-    query_bits, key_bits = score_bits(size)
-    new_keys, new_values = _sealed(encoded(new_keys, key_bits), encoded(new_values, VALUE_BITS))
+    new_keys, new_values = _sealed(*encoded(torch.stack([new_keys, new_values])).unbind(0))
     keys, values = layer.room(step.slots_needed, new_keys, new_values)
     step.store(layer, keys, values, new_keys, new_values)
-    factor = (size**-0.5 if scaling is None else float(scaling)) * LOG2E
-    out = _tiles(encoded(query, query_bits), keys, values, step, factor, groups)
+    factor = (size**-0.5 if scaling is None else float(scaling)) * UNIT
+    out = _tiles(numbers(query, query_bits(size)), keys, values, step, factor, groups)
     return rounded(out, query.dtype), None
 
 
@@ -179,11 +176,15 @@ def _checked(module: Any, step: Any, dropout: float, kwargs: dict[str, Any]) -> 
     return step
 
 
-def _tiles(query: Tensor, keys: Tensor, values: Tensor, step: Step, factor: float, groups: int) -> Tensor:
+def _tiles(query: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, step: Step, factor: float, groups: int) -> Tensor:
     """`attend` for tiles of queries, each with the keys that it may see: float64 [batch, tokens, heads, size]."""
-    batch, heads, tokens, width = query.shape
+    batch, heads, tokens, size = query[0].shape
     group = heads // groups
-    out = query.new_empty(batch, tokens, heads, width - 1)
+    if tokens == 1 and (step.slots is None and step.window is None):
+        seen = step.keys_of(1)
+        folded = query[0].view(batch, groups, group, size), query[1].view(batch, groups, group, 1)
+        return attend(folded, keys[:, :, :seen], values[:, :, :seen], None, factor).view(batch, 1, heads, size)
+    out = query[0].new_empty(batch, tokens, heads, size)
     # A tile holds all heads of some rows of the batch and some tokens; few tokens, so that the causal half is not computed.
     together = batch if tokens == 1 else 1
     rows = min(tokens, max(8, min(64, _TILE // (heads * step.slots_needed))))
@@ -193,12 +194,12 @@ def _tiles(query: Tensor, keys: Tensor, values: Tensor, step: Step, factor: floa
         hidden = _hidden(step, first, last, seen)
         for row in range(0, batch, together):
             part = slice(row, row + together)
-            q = query[part, :, first:last].reshape(-1, groups, group * (last - first), width)
+            q, scale = (t[part, :, first:last].reshape(-1, groups, group * (last - first), t.shape[3]) for t in query)
             mask = hidden if hidden is None or hidden.shape[0] == 1 else hidden[part]
             if mask is not None and last - first > 1:
                 mask = mask.repeat(1, 1, group, 1)
-            piece = attend(q, keys[part, :, :seen], values[part, :, :seen], mask, factor)
-            out[part, first:last] = piece.view(-1, heads, last - first, width - 1).transpose(1, 2)
+            piece = attend((q, scale), keys[part, :, :seen], values[part, :, :seen], mask, factor)
+            out[part, first:last] = piece.view(-1, heads, last - first, size).transpose(1, 2)
     return out
 
 

@@ -45,7 +45,7 @@ class Rows:
 
     Attributes:
         digits: uint8 [4, M, K]; digit + 64, the most significant first.
-        scale: float64 [M, 1], 2**(E - 33): what the sum of digit products is multiplied by, beside the weight's.
+        scale: float64 [M, 1], 2**(E - 27): what the sum of digit products is multiplied by, beside the weight's.
         bad: bool [M, 1], rows with a NaN or an infinity, whose digits are those of zeros; None where there is none.
     """
 
@@ -56,15 +56,15 @@ class Rows:
 
 
 def _quantise(x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Float32 [M, K] as float32 whole numbers, with the rows' exponent fields, int32 [M, 1], and bad rows."""
+    """Float32 [M, K] as float32 whole numbers, with 2**(27 - E) of the rows, float32 [M, 1], and bad rows."""
     field = (x.abs().amax(-1, keepdim=True).view(torch.int32) >> 23).clamp_(_FIELD)  # a NaN is the largest of all
     bad = None
-    if int(field.max()) == _NOT_FINITE:
+    if int(field if len(field) == 1 else field.max()) == _NOT_FINITE:
         bad = field == _NOT_FINITE
         x = x.masked_fill(bad, 0.0)  # before any cast to integers
         field = field.masked_fill(bad, _FIELD)
-    scale = ((BITS + 126 + 127 - field) << 23).view(torch.float32)  # 2**(27 - E)
-    return (x * scale).round_(), field, bad
+    scale = ((BITS + 126 + 127 - field) << 23).view(torch.float32)
+    return (x * scale).round_(), scale, bad
 
 
 def rows_of(x: Tensor) -> Rows:
@@ -73,11 +73,10 @@ def rows_of(x: Tensor) -> Rows:
     Args:
         x: [M, K], float32, bfloat16 or float16; M and K at least 1.
     """
-    q, field, bad = _quantise(x.float())
+    q, scale, bad = _quantise(x.float())
     shifts, masks = _cutters(x.device)
     digits = (q.to(torch.int32).add_(_OFFSET) >> shifts).to(torch.uint8).bitwise_and_(masks)
-    scale = ((field.long() + (1023 - 126 - 33)) << 52).view(torch.float64)
-    return Rows(digits, scale, bad)
+    return Rows(digits, scale.double().reciprocal_(), bad)
 
 
 def signed(digits: Tensor) -> Tensor:
@@ -99,8 +98,8 @@ def weight_digits(weight: Tensor) -> tuple[Tensor, Tensor]:
     shifts, masks = _cutters(weight.device)
     step = max(1, (1 << 20) // weight.shape[1])  # a piece at a time: what is made on the way is several times the digits
     for start in range(0, weight.shape[0], step):
-        q, field, _ = _quantise(weight[start : start + step].float())
+        q, scale, _ = _quantise(weight[start : start + step].float())
         cut = (q.to(torch.int32).add_(_OFFSET) >> shifts).to(torch.uint8).bitwise_and_(masks)
         digits[:, start : start + step] = signed(cut)
-        exponents[start : start + step] = field[:, 0] - 126
+        exponents[start : start + step] = BITS + 127 - (scale[:, 0].view(torch.int32) >> 23)
     return digits, exponents

@@ -7,9 +7,11 @@ the result rounded to the model's dtype at the end (to float32, and from there t
 
 from __future__ import annotations
 
+import decimal
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,73 +21,85 @@ from transformers import activations
 from detlab.engine.exact.linear import rounded
 from detlab.errors import UsageError
 
-__all__ = ["LOG2E", "activation_of", "exp", "exp2", "exp2_", "softmax"]
+__all__ = ["STEPS", "UNIT", "activation_of", "exp", "exp2_", "powers", "softmax"]
 
 #: Added to a float64 below 2**51 it leaves the nearest whole number, ties to even, in the last bits.
 MAGIC = 1.5 * 2.0**52
-LOG2E = float.fromhex("0x1.71547652b82fep+0")
+#: Parts of an octave: 2**(1 / 1024) is the step of the table.
+STEPS = 1024
+#: Steps in one unit of the natural logarithm: 1024 * log2 e.
+UNIT = 1024.0 * float.fromhex("0x1.71547652b82fep+0")
 _LN2 = Fraction(float.fromhex("0x1.62e42fefa39efp-1"))
-#: 2**(f / 16) as a polynomial in f: (ln 2 / 16)**n / n!.
-EXP2_TERMS = tuple(float((_LN2 / 16) ** n / math.factorial(n)) for n in range(6))
-_LIMIT = 1000.0  # of exponents of 2: what lies outside is as good as 0 or infinity
+#: 2**(f / 1024) as a polynomial in f: (ln 2 / 1024)**n / n!; what is left out is below 2**-37 for |f| <= 1/2.
+EXP2_TERMS = tuple(float((_LN2 / STEPS) ** n / math.factorial(n)) for n in range(3))
+_LIMIT = 1000.0 * STEPS  # what lies outside is as good as 0 or infinity
+
+
+@lru_cache(maxsize=1)
+def powers() -> tuple[float, ...]:
+    """2**(j / 1024) for j = 0..1023, rounded to float64 from 40 digits."""
+    with decimal.localcontext(prec=40):
+        return tuple(float(decimal.Decimal(2) ** (decimal.Decimal(j) / STEPS)) for j in range(STEPS))
+
+
+@lru_cache(maxsize=16)
+def _table(shift: int, device: torch.device) -> Tensor:
+    """The bits of 2**(j / 1024 + shift) less j << 42, so that adding n << 42 gives those of 2**(n / 1024 + shift)."""
+    bits = torch.tensor(powers(), dtype=torch.float64).view(torch.int64)
+    return (bits - (torch.arange(STEPS) << 42) + (shift << 52)).to(device)
 
 
 def exp2_(t: Tensor, shift: int = 0) -> Tensor:
-    """2**(t + shift), in the memory of t; relative error below 2**-38.
+    """2**(t / 1024 + shift), in the memory of t; relative error below 2**-37.
 
-    t = k + f, k whole, -1/2 <= f <= 1/2; the polynomial of 2**(f / 16), of degree 5, is squared four times, and 2**k is
-    written as bits.
+    t = n + f, n whole, -1/2 <= f <= 1/2: the power of n / 1024 is read from a table and its exponent added to the bits, that of
+    f is a polynomial of degree 2.
 
     Args:
-        t: float64, overwritten; finite values within -1000..1000 less the shift. NaN gives NaN.
-        shift: a whole number.
+        t: float64, overwritten; within -1000 * 1024 and 1000 * 1024. NaN gives NaN.
+        shift: a whole number; the result's exponent must lie within -1022..1023.
     """
     whole = t + MAGIC
     t.sub_(whole - MAGIC)
-    p = t * EXP2_TERMS[5]
-    for term in EXP2_TERMS[4:0:-1]:
-        p.add_(term).mul_(t)
-    p.add_(1.0)
-    for _ in range(4):
-        p.mul_(p)
-    bits = whole.view(torch.int64).add_(1023 + shift).bitwise_left_shift_(52)
+    p = (t * EXP2_TERMS[2]).add_(EXP2_TERMS[1]).mul_(t).add_(1.0)
+    n = whole.view(torch.int64)
+    bits = _table(shift, t.device).take(n & (STEPS - 1)).add_(n.bitwise_left_shift_(42))
     return p.mul_(bits.view(torch.float64))
 
 
-def exp2(t: Tensor) -> Tensor:
-    """`exp2_` of a copy, for any values: below -1000 as at -1000, above 1000 as at 1000."""
-    return exp2_(t.clamp(-_LIMIT, _LIMIT))
+def _exp2(t: Tensor) -> Tensor:
+    """`exp2_` of any values: below -1000 octaves as there, above 1000 as there."""
+    return exp2_(t.clamp_(-_LIMIT, _LIMIT))
 
 
 def exp(x: Tensor) -> Tensor:
-    """e**x for float64: 2**(x * LOG2E)."""
-    return exp2_((x * LOG2E).clamp_(-_LIMIT, _LIMIT))
+    """e**x for float64."""
+    return _exp2(x * UNIT)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    return 1.0 / exp(-x).add_(1.0)
+    return _exp2(x * -UNIT).add_(1.0).reciprocal_()
 
 
 def _silu(x: Tensor) -> Tensor:
-    return x / exp(-x).add_(1.0)
+    return x / _exp2(x * -UNIT).add_(1.0)
 
 
 # 0.5 * (1 + tanh(u)) is 1 / (1 + exp(-2 u)), which does not cancel for negative u.
-_TANH_SCALE = 2.0 * float.fromhex("0x1.9884533d43651p-1")  # 2 * sqrt(2 / pi)
+_TANH_UNIT = -2.0 * float.fromhex("0x1.9884533d43651p-1") * UNIT  # -2 * sqrt(2 / pi), in steps
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    inner = (x * x).mul_(0.044715).add_(1.0).mul_(x).mul_(-_TANH_SCALE)
-    return x / exp(inner).add_(1.0)
+    return x / _exp2((x * x).mul_(0.044715).add_(1.0).mul_(x).mul_(_TANH_UNIT)).add_(1.0)
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    return x / exp(x * -1.702).add_(1.0)
+    return x / _exp2(x * (-1.702 * UNIT)).add_(1.0)
 
 
 def _tanh(x: Tensor) -> Tensor:
     """(1 - e) / (1 + e) with e = exp(-2 |x|); below 1/8, where that cancels, x times a polynomial in x**2."""
-    e = exp(x.abs().mul_(-2.0))
+    e = _exp2(x.abs().mul_(-2.0 * UNIT))
     large = (1.0 - e).div_(e.add_(1.0)).copysign_(x)
     square = x * x
     small = square * TANH_TERMS[-1]
@@ -119,7 +133,7 @@ def _gelu(x: Tensor) -> Tensor:
     for term in ERFC_TERMS[:0:-1]:
         b1, b2 = (twice * b1).sub_(b2).add_(term), b1
     series = (y * b1).sub_(b2).add_(ERFC_TERMS[0])
-    tail = exp(series.sub_(z * z)).mul_(t).mul_(0.5)
+    tail = _exp2(series.sub_(z * z).mul_(UNIT)).mul_(t).mul_(0.5)
     return x * torch.where(x > 0, 1.0 - tail, tail)
 
 
@@ -192,10 +206,10 @@ def activation_of(module: Any, what: str) -> Callable[[Tensor], Tensor]:
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last dimension: float32 [..., K] with K <= 8192, float32 result.
 
-    p = 2**((x - max) * LOG2E), rounded to a multiple of 2**-40; their sum is exact; p / sum is rounded to float64, then
+    p = exp(x - max), with x - max >= -44.4, rounded to a multiple of 2**-40; their sum is exact; p / sum is rounded to float64, then
     to float32. A row with a NaN or +Inf becomes NaN; -Inf counts nothing.
     """
     wide = x.double()
-    t = (wide - wide.amax(-1, keepdim=True)).mul_(LOG2E).clamp_(-64.0, 0.0)
+    t = (wide - wide.amax(-1, keepdim=True)).mul_(UNIT).clamp_(-64.0 * STEPS, 0.0)
     p = exp2_(t, 40).round_()
     return (p / p.sum(-1, keepdim=True)).float()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -116,13 +117,16 @@ def float_products(digits: Tensor, weight: Sequence[Tensor]) -> Tensor:
     return torch.cat(prefixes[::-1], 1) @ torch.cat([w.double() for w in weight], 1).t()
 
 
+@lru_cache(maxsize=8)
+def _places(device: torch.device) -> Tensor:
+    """What a digit is worth, float64 [1, 4]."""
+    return torch.tensor([[128.0**3, 128.0**2, 128.0, 1.0]], dtype=torch.float64, device=device)
+
+
 def _together(sums: Tensor) -> Tensor:
     """T, float64 [M, N], from its four blocks."""
-    blocks = sums.view(DIGITS, -1, sums.shape[1])
-    total = blocks[0].double()
-    for d in range(1, DIGITS):
-        total.mul_(128.0).add_(blocks[d])
-    return total
+    total = _places(sums.device) @ sums.double().view(DIGITS, -1)  # whole numbers below 2**50, in any order
+    return total.view(-1, sums.shape[1])
 
 
 # -------------------------------------------------------------------------------------------------------------- layer
@@ -144,7 +148,7 @@ class ExactLinear:
         self.kernel = kernel
         self.sizes = [w.digits.shape[1] for w in weights]
         self.num_out, self.num_in = sum(self.sizes), weights[0].digits.shape[2]
-        self.scale = pow2(torch.cat([w.exponents for w in weights]))
+        self.scale = pow2(torch.cat([w.exponents for w in weights]) - 6)  # 2**(E - 6): the rest of 33
         self.bias = None
         if any(bias is not None for bias in biases):
             none = self.scale.new_zeros

@@ -28,46 +28,56 @@ __all__ = ["is_norm", "layer_norm", "norm_of", "rms_norm"]
 GRID = 36
 
 
-def _exponent(x: Tensor) -> Tensor:
-    """E of float64 rows, int64 [..., 1]: |x| < 2**E, at least -98; 1025 for a row that is not finite."""
-    top = x.abs().amax(-1, keepdim=True)
-    return (top.view(torch.int64) >> 52).sub_(1022).clamp_min_(LEAST)
+def _up(x: Tensor) -> Tensor:
+    """2**(18 - E) of float64 rows, [..., 1], with |x| < 2**E and E at least -98; any number where a row is not finite."""
+    e = (x.abs().amax(-1, keepdim=True).view(torch.int64) >> 52).clamp_min_(LEAST + 1022)
+    return ((GRID // 2 + 1022 + 1023 - e) << 52).view(torch.float64)
 
 
-def _power(exponent: Tensor) -> Tensor:
-    return ((exponent + 1023) << 52).view(torch.float64)
-
-
-def _mean_square(x: Tensor) -> Tensor:
-    """The mean of the squares, float64 [..., 1]; NaN for a row that is not finite."""
-    e = _exponent(x)
-    z = x * _power(GRID // 2 - e)
-    total = z.mul_(z).round_().sum(-1, keepdim=True)
-    mean = total.mul_(_power(2 * e - GRID)).mul_(1.0 / x.shape[-1])
-    return mean.masked_fill_(e > 1000, float("nan"))
+def _standard(x: Tensor, eps: float) -> Tensor:
+    """x * r for float64 rows; all are scaled by 2**(18 - E) on the way, eps by its square, which changes no bit."""
+    up = _up(x)
+    z = x * up
+    total = (z * z).round_().sum(-1, keepdim=True)
+    r = (up * up).mul_(eps).add_(total.mul_(1.0 / x.shape[-1])).sqrt_().reciprocal_()
+    return z.mul_(r.masked_fill_(total.isinf(), float("nan")))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm over the last dimension of x, in x's dtype; weight: float64 [K] or None."""
-    wide = x.double()
-    scale = 1.0 / (_mean_square(wide) + eps).sqrt_()
-    wide = wide.mul_(scale)
-    return rounded(wide if weight is None else wide.mul_(weight), x.dtype)
+    if x.numel() > _PIECE:
+        return _of_pieces(lambda piece: rms_norm(piece, weight, eps), x)
+    y = _standard(x.double(), eps)
+    return rounded(y if weight is None else y.mul_(weight), x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm over the last dimension of x, in x's dtype; weight, bias: float64 [K] or None."""
+    if x.numel() > _PIECE:
+        return _of_pieces(lambda piece: layer_norm(piece, weight, bias, eps), x)
     wide = x.double()
-    e = _exponent(wide)
-    total = (wide * _power(GRID - e)).round_().sum(-1, keepdim=True)
-    mean = total.mul_(_power(e - GRID)).mul_(1.0 / x.shape[-1]).masked_fill_(e > 1000, float("nan"))
-    wide = wide - mean
-    wide.mul_(1.0 / (_mean_square(wide) + eps).sqrt_())
+    up = _up(wide)
+    fine = up * 2.0 ** (GRID // 2)
+    total = (wide * fine).round_().sum(-1, keepdim=True)
+    mean = total.div_(fine).mul_(1.0 / x.shape[-1])
+    y = _standard(wide - mean, eps)
     if weight is not None:
-        wide.mul_(weight)
+        y.mul_(weight)
     if bias is not None:
-        wide.add_(bias)
-    return rounded(wide, x.dtype)
+        y.add_(bias)
+    return rounded(y, x.dtype)
+
+
+_PIECE = 1 << 16  # elements computed at a time: what is made on the way stays in the cache
+
+
+def _of_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows)
+    step = max(1, _PIECE // x.shape[-1])
+    for start in range(0, len(rows), step):
+        out[start : start + step] = function(rows[start : start + step])
+    return out.view(x.shape)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -86,21 +96,33 @@ def norm_of(module: Any, what: str) -> Callable[[Tensor], Tensor]:
         if len(module.normalized_shape) != 1 or module.normalized_shape[0] > MOST_TERMS:
             over = list(module.normalized_shape)
             raise UsageError(f"{what}: a LayerNorm over {over}; the exact tier covers the last dimension.")
-        return lambda x: layer_norm(x, _wide(module.weight), _wide(module.bias), module.eps)
+        weight, bias = _Wide(module, "weight", 0.0), _Wide(module, "bias", 0.0)
+        return lambda x: layer_norm(x, weight(), bias(), module.eps)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight = getattr(module, "weight", None)
-    if not isinstance(eps, float) or not isinstance(weight, Tensor) or weight.ndim != 1 or weight.shape[0] > MOST_TERMS:
+    given = getattr(module, "weight", None)
+    if not isinstance(eps, float) or not isinstance(given, Tensor) or given.ndim != 1 or given.shape[0] > MOST_TERMS:
         raise UsageError(f"{what} is a {name} without an epsilon and a weight of one dimension; the exact tier needs both.")
     known = {n for n, _ in module.named_parameters(recurse=False)} == {"weight"} and not list(module.children())
     if not known:
         raise UsageError(f"{what} is a {name} with more than a weight; the exact tier does not know what it computes.")
-    if _adds_one(module):
-        return lambda x: rms_norm(x, module.weight.double() + 1.0, eps)
-    return lambda x: rms_norm(x, module.weight.double(), eps)
+    scale = _Wide(module, "weight", 1.0 if _adds_one(module) else 0.0)
+    return lambda x: rms_norm(x, scale(), eps)
 
 
-def _wide(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.double()
+class _Wide:
+    """A parameter in float64, plus a number; made anew when the parameter was changed."""
+
+    def __init__(self, module: nn.Module, name: str, plus: float) -> None:
+        self.module, self.name, self.plus = module, name, plus
+        self.seen: tuple[Any, int] | None = None
+
+    def __call__(self) -> Tensor | None:
+        given = getattr(self.module, self.name)
+        if given is None:
+            return None
+        if self.seen is None or self.seen[0] is not given or self.seen[1] != given._version:
+            self.seen, self.made = (given, given._version), given.detach().double() + self.plus
+        return self.made
 
 
 def _adds_one(module: Any) -> bool:

@@ -90,26 +90,22 @@ def linear(x: Row, weight: Sequence[Row], bias: Row | None, cast: Cast) -> list[
 
 # ----------------------------------------------------------------------------------------------------------- functions
 def exp2(t: float, shift: int = 0) -> float:
-    """2**(t + shift): k = round(t), ties to even; f = t - k; with c_n = (ln 2 / 16)**n / n! for n = 0..5, c_0 = 1:
+    """2**(t / 1024 + shift): n = round(t), ties to even; f = t - n; n = 1024 k + j; c1 = ln 2 / 1024, c2 = c1**2 / 2:
 
-    p = f * c5; then for n = 4, 3, 2, 1: p = (p + c_n) * f; p = p + 1; p = p * p four times; p * 2**(k + shift).
+    ((f * c2 + c1) * f + 1) * (2**(j / 1024), rounded to float64, times 2**(k + shift)).
     """
-    k = (t + fast_functions.MAGIC) - fast_functions.MAGIC
-    f = t - k
-    p = f * fast_functions.EXP2_TERMS[5]
-    for term in fast_functions.EXP2_TERMS[4:0:-1]:
-        p = (p + term) * f
-    p = p + 1.0
-    for _ in range(4):
-        p = p * p
-    return p * 2.0 ** (int(k) + shift)
+    n = (t + fast_functions.MAGIC) - fast_functions.MAGIC
+    f = t - n
+    k, j = divmod(int(n), fast_functions.STEPS)
+    _, c1, c2 = fast_functions.EXP2_TERMS
+    return ((f * c2 + c1) * f + 1.0) * (fast_functions.powers()[j] * 2.0 ** (k + shift))
 
 
-def exp(x: float) -> float:
-    """e**x = 2**(x * log2 e), one rounding of the product, which is kept within -1000..1000."""
+def exp(x: float, factor: float = 1.0) -> float:
+    """e**(x * factor) = 2**(t / 1024), t = x * (factor * 1024 log2 e), the product rounded once, kept within +-1024000."""
     if math.isnan(x):
         return NAN
-    return exp2(min(1000.0, max(-1000.0, x * fast_functions.LOG2E)))
+    return exp2(min(1024000.0, max(-1024000.0, x * (factor * fast_functions.UNIT))))
 
 
 def _tanh(x: float) -> float:
@@ -121,7 +117,7 @@ def _tanh(x: float) -> float:
         for term in fast_functions.TANH_TERMS[-2:0:-1]:
             p = (p + term) * square
         return (p + 1.0) * x
-    e = exp(abs(x) * -2.0)
+    e = exp(abs(x), -2.0)
     return math.copysign((1.0 - e) / (e + 1.0), x)
 
 
@@ -145,14 +141,13 @@ def _gelu(x: float) -> float:
 
 def _gelu_tanh(x: float) -> float:
     """x / (1 + exp(((x * x * 0.044715 + 1) * x) * -2 sqrt(2 / pi)))."""
-    inner = ((x * x) * 0.044715 + 1.0) * x * -fast_functions._TANH_SCALE
-    return x / (exp(inner) + 1.0)
+    return x / (exp(((x * x) * 0.044715 + 1.0) * x, fast_functions._TANH_UNIT / fast_functions.UNIT) + 1.0)
 
 
 _FUNCTIONS: dict[str, Callable[[float], float]] = {
-    "silu": lambda x: x / (exp(-x) + 1.0),
-    "sigmoid": lambda x: 1.0 / (exp(-x) + 1.0),
-    "quick_gelu": lambda x: x / (exp(x * -1.702) + 1.0),
+    "silu": lambda x: x / (exp(x, -1.0) + 1.0),
+    "sigmoid": lambda x: 1.0 / (exp(x, -1.0) + 1.0),
+    "quick_gelu": lambda x: x / (exp(x, -1.702) + 1.0),
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: NAN if math.isnan(x) else max(x, 0.0),
@@ -166,11 +161,11 @@ def function(name: str, x: float, cast: Cast) -> float:
 
 
 def softmax(row: Row, cast: Cast) -> list[float]:
-    """p = round(2**((x - max) * log2 e) * 2**40), ties to even, with the exponent kept above -64; p / sum p; cast."""
+    """p = round(exp(x - max) * 2**40), ties to even, with the power of two kept above -64; p / sum p; cast."""
     top = max(row)
     if any(math.isnan(x) for x in row) or top == math.inf:
         return [NAN] * len(row)
-    p = [round(exp2(max(-64.0, (x - top) * fast_functions.LOG2E), 40)) for x in row]
+    p = [round(exp2(max(-65536.0, (x - top) * fast_functions.UNIT), 40)) for x in row]
     return [cast(float(value) / float(sum(p))) for value in p]
 
 
@@ -228,14 +223,14 @@ def layer_norm(x: Row, weight: Row, bias: Row, eps: float, cast: Cast) -> list[f
 def attention(query: Row, keys: Sequence[Row], values: Sequence[Row], scaling: float, cast: Cast) -> list[float]:
     """One query head over the tokens it sees, in any order. Steps as in the head of `detlab.engine.exact.attention`.
 
-    Queries have b_q bits and keys b_k (`score_bits`), values 22. The score is (sum q k, exact) * 2**(E_q - b_q + E_k - b_k),
-    exact, * (scaling * log2 e), both products rounded once; score - max, once, kept above -64.
+    Queries have b = 53 - 22 - (bits of the size - 1) bits, keys and values 22. The score is (sum q k) * 2**(E_q - b + E_k - 22),
+    exact, * (scaling * (1024 * log2 e)), both products rounded once; score - max, once, kept above -65536.
     """
     size = len(query)
     if not all(is_finite(row) for row in (query, *keys, *values)):
         return [NAN] * size
-    b_q, b_k = fast_attention.score_bits(size)
-    factor = scaling * fast_functions.LOG2E
+    b_q, b_k = fast_attention.query_bits(size), fast_attention.BITS
+    factor = scaling * fast_functions.UNIT
     q, e_q = quantised(query, b_q)
     scores = []
     for row in keys:
@@ -243,9 +238,9 @@ def attention(query: Row, keys: Sequence[Row], values: Sequence[Row], scaling: f
         total = sum(a * b for a, b in zip(q, k, strict=True))
         scores.append(float(Fraction(total) * Fraction(2) ** (e_q - b_q + e_k - b_k)) * factor)
     top = max(scores)
-    p = [round(exp2(max(-64.0, score - top), fast_attention.GRID)) for score in scores]
-    v = [quantised(row, fast_attention.VALUE_BITS) for row in values]
-    g = [Fraction(a) * Fraction(2) ** (e - fast_attention.VALUE_BITS) for a, (_, e) in zip(p, v, strict=True)]
+    p = [round(exp2(max(-65536.0, score - top), fast_attention.GRID)) for score in scores]
+    v = [quantised(row, fast_attention.BITS) for row in values]
+    g = [Fraction(a) * Fraction(2) ** (e - fast_attention.BITS) for a, (_, e) in zip(p, v, strict=True)]
     e = max(-200, math.frexp(float(max(g)))[1])
     h = [round(a * Fraction(2) ** (fast_attention.GRID - e)) for a in g]
     f = math.frexp(float(sum(h)))[1]

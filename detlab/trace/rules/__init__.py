@@ -59,8 +59,7 @@ def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs:
     result = list(found) + [None] * (len(outputs) - len(found))
     # A wrong layout is worse than none: sizes must agree, and no axis may walk over the batch twice.
     return [
-        lay if lay is not None and _is_sound(lay, tuple(out.shape)) else None
-        for lay, out in zip(result, outputs, strict=False)
+        lay if lay is not None and _is_sound(lay, tuple(out.shape)) else None for lay, out in zip(result, outputs, strict=False)
     ]
 
 

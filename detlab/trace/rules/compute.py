@@ -14,8 +14,10 @@ from detlab.trace.layout import (
     broadcast,
     dim_size,
     feature,
+    filled_up,
     has_rows,
     join,
+    join_rows,
     labelled,
     merge,
     pick_rows,
@@ -66,8 +68,8 @@ def _cat(op: Op) -> Layout | None:
 def _cat_dim(dims: Sequence[Dim], size: int) -> Dim | None:
     if not any(labelled(dim) for dim in dims):
         return feature(size)
-    if any(len(dim) != 1 for dim in dims):
-        return None
+    if any(len(dim) != 1 or dim[0].kind == "row" for dim in dims):
+        return join_rows(dims)
     kinds = {dim[0].kind for dim in dims}
     return (Atom(kinds.pop(), join([dim[0].index for dim in dims if len(dim[0].index)])),) if len(kinds) == 1 else None
 
@@ -235,6 +237,7 @@ def _pad(op: Op) -> Layout | None:
     lay = op.lay(0)
     if lay is None:
         return None
+    lay = _with_its_token(lay)
     pads = [0] * (2 * len(lay) - len(op.args[1])) + list(reversed(op.args[1]))  # (behind, in front) of each dimension
     out: list[Dim] = []
     for axis, (dim, size) in enumerate(zip(lay, shape_of(op), strict=True)):
@@ -247,9 +250,27 @@ def _pad(op: Op) -> Layout | None:
             # Slots that no token holds yet, as a mask for a preallocated cache has them.
             start, step = dim[0].index.start, dim[0].index.step
             out.append((Atom("token", range(start, start + step * size, step)),))
+        elif not before and behind > 0 and any(len(a.index) > 1 and not a.is_row for a in dim):
+            if any(len(a.index) > 1 for a in dim if a.is_row):
+                return None
+            out.append(tuple(a for a in dim if a.is_row) + feature(size))  # heads that share the axis with one row
         else:
-            return None
+            rows = filled_up(dim, size) if not before and behind > 0 else None
+            if rows is None:
+                return None
+            out.append(rows)
     return tuple(out)
+
+
+def _with_its_token(lay: Layout) -> Layout:
+    """A decode step's single token slot beside the batch rows, wherever a view left it: [batch, heads x token x size]."""
+    tokens = [(axis, atom) for axis, dim in enumerate(lay) for atom in dim if atom.kind == "token"]
+    if not lay or [atom.kind for atom in lay[0]] != ["batch"] or len(tokens) != 1 or len(tokens[0][1].index) != 1:
+        return lay
+    return tuple(
+        (*dim, tokens[0][1]) if not axis else tuple(atom for atom in dim if atom.kind != "token")
+        for axis, dim in enumerate(lay)
+    )
 
 
 @rule("index")
