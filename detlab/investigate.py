@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from detlab.condition import Condition
 from detlab.divergence.compare import compare
-from detlab.divergence.result import Comparison
+from detlab.divergence.explain import explain
+from detlab.divergence.explain_result import Explanation
+from detlab.divergence.result import IDENTICAL_VERDICT, Comparison
+from detlab.divergence.triage import triage
+from detlab.divergence.triage_result import Triage
 from detlab.environment import Environment
+from detlab.errors import DetlabError
 from detlab.runner import Progress, Run, run
 
 
@@ -24,6 +29,8 @@ class Investigation:
         comparison: where they part; its controls were run first.
         environment: the machine's record.
         call: the Python call that reproduces it.
+        triage: what kind of difference it is; None where it was not asked.
+        explanation: why the first divergence's op gave other bits; None where there is none, or it was not asked.
     """
 
     a: Run
@@ -31,6 +38,8 @@ class Investigation:
     comparison: Comparison
     environment: Environment
     call: str
+    triage: Triage | None = field(default=None, repr=False)
+    explanation: Explanation | None = field(default=None, repr=False)
 
     @property
     def verdict(self) -> str:
@@ -42,20 +51,31 @@ class Investigation:
         return self.comparison.to_json(most=200) | {
             "md5": {"a": self.a.md5, "b": self.b.md5},
             "texts": {"a": self.a.texts, "b": self.b.texts},
+            "why": {
+                "triage": self.triage.to_json() if self.triage is not None else None,
+                "explanation": self.explanation.to_json() if self.explanation is not None else None,
+            },
             "call": self.call,
             "environment": self.environment.to_json(),
         }
 
     def __str__(self) -> str:
-        return f"{self.comparison}\nreproduce: {self.call}"
+        why = ""
+        if self.triage is not None and self.comparison.verdict != IDENTICAL_VERDICT:
+            why = f"\nwhy: {self.triage.lines()[0]}\nsize: {self.triage.size_words()}"
+            if self.explanation is not None and self.explanation.factors:
+                why += f"\nmechanism: {self.explanation.mechanism}"
+        return f"{self.comparison}{why}\nreproduce: {self.call}"
 
     def _repr_html_(self) -> str:
-        return f"{self.comparison._repr_html_()}<pre>{html.escape(self.call)}</pre>"
+        why = self.triage._repr_html_() if self.triage is not None else ""
+        why += self.explanation._repr_html_() if self.explanation is not None and self.explanation.factors else ""
+        return f"{self.comparison._repr_html_()}{why}<pre>{html.escape(self.call)}</pre>"
 
 
 def investigate(model: nn.Module, prompts: Any, a: Condition | str = "", b: Condition | str = "batch_size=4", *,
                 new_tokens: int = 8, tokenizer: Any = None, controls: bool = True, measure: bool = True,
-                progress: Progress | None = None) -> Investigation:  # fmt: skip
+                why: bool = True, progress: Progress | None = None) -> Investigation:  # fmt: skip
     """Runs the same prompts under two conditions and finds where they stop being bit-identical.
 
     Args:
@@ -66,6 +86,7 @@ def investigate(model: nn.Module, prompts: Any, a: Condition | str = "", b: Cond
         tokenizer: needed for text where the model was not loaded by `load_model`.
         controls: repeat each condition first: the same condition must give the same bits.
         measure: size the differences.
+        why: explain the first divergence, and say what kind of difference it is (`explain` and `triage` say more).
         progress: called with (calls done, calls in all, what).
 
     Returns:
@@ -86,7 +107,21 @@ def investigate(model: nn.Module, prompts: Any, a: Condition | str = "", b: Cond
         f"detlab.investigate(model, prompts, a={texts[0]!r}, b={texts[1]!r}, new_tokens={new_tokens})"
         f"  # model: {name}, {len(first.inputs)} prompts: {ids}"
     )
-    return Investigation(first, second, comparison, first.environment, call)
+    made = Investigation(first, second, comparison, first.environment, call)
+    if why:
+        _explain(made)
+    return made
+
+
+def _explain(made: Investigation) -> None:
+    """Adds the answer to "why"; where it cannot be had, the triage's notes say so."""
+    made.triage = triage(made.comparison)
+    if made.comparison.first is None or made.comparison.first.kind != "origin":
+        return
+    try:
+        made.explanation = explain(made.comparison, processes=False)
+    except DetlabError as error:
+        made.triage.notes.append(f"the op was not executed alone: {error}")
 
 
 def _text(condition: Condition) -> str:

@@ -92,6 +92,8 @@ def test_what_is_left_is_named(model, monkeypatch):
     monkeypatch.setattr("detlab.divergence.graft.replay", faulty)
     result = detlab.graft(a, b, chosen)
     assert not result.proved and result.left.op == "silu" and "not proved" in str(result)
+    assert result.kinds == ["mm", "silu"] and result.complete and result.others.differing == 0
+    assert "with a's rows at all ops named mm and silu, everything matches" in str(result)
 
 
 def test_a_replay_without_rows_repeats_the_run(batch):

@@ -51,7 +51,7 @@ def test_names_are_not_hidden_by_modules_of_the_same_name():
         ("load_trace", "path"),
         ("load_prompts", "path"),
         ("verify", "model, prompts, tier, axes, *, trials, seed, new_tokens, threads, tokenizer, progress"),
-        ("investigate", "model, prompts, a, b, *, new_tokens, tokenizer, controls, measure, progress"),
+        ("investigate", "model, prompts, a, b, *, new_tokens, tokenizer, controls, measure, why, progress"),
     ],
 )
 def test_parameters_are_pinned(name, parameters):

@@ -51,7 +51,7 @@ def explorer() -> Explorer:
 
 
 def test_the_public_names_are_pinned() -> None:
-    names = ["Explorer", "draw_tree", "draw_trees", "heatmap", "overview", "report_html", "write_report"]
+    names = ["Explorer", "draw_tree", "draw_trees", "heatmap", "noise_budget", "overview", "report_html", "write_report"]
     assert detlab.viz.__all__ == names
     assert all(hasattr(detlab.viz, name) for name in detlab.viz.__all__)
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from detlab.runner import Run
 
 
+#: Kinds of ops at which rows are put in together, at most.
+MOST_KINDS = 6
+
+
 @dataclass
 class Grafted:
     """What b did with a's rows put in.
@@ -52,6 +56,8 @@ class Graft:
         before: ops that differ between a and b.
         alone: b with a's rows at the named op and call alone.
         kind: b with a's rows at every op of that name, in every call; None where ``alone`` left nothing.
+        others: where ``kind`` leaves another origin: b with a's rows at all ops of these kinds together; None else.
+        kinds: names of these ops, the origin's first.
         notes: what could not be put in.
     """
 
@@ -59,12 +65,19 @@ class Graft:
     before: int
     alone: Grafted
     kind: Grafted | None = None
+    others: Grafted | None = None
+    kinds: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def proved(self) -> bool:
         """Whether all bits of b match a's, once the origin (alone, or with its kind) returns a's rows."""
         return self.alone.differing == 0 or (self.kind is not None and self.kind.differing == 0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all bits match once every op of ``kinds`` returns a's rows: then no other kind of op is a cause."""
+        return self.proved or (self.others is not None and self.others.differing == 0)
 
     @property
     def left(self) -> Divergence | None:
@@ -96,6 +109,12 @@ class Graft:
                 f"not proved: with a's rows at all ops named {d.op}, {self.kind.differing:,} ops differ still, the first of "
                 f"them {self.kind.first}"
             )
+        if self.others is not None:
+            named = " and ".join(self.kinds)
+            state = "everything matches: these together are the cause" if self.complete else (
+                f"{self.others.differing:,} ops differ still, the first of them {self.others.first}"
+            )
+            lines.append(f"with a's rows at all ops named {named}, {state}.")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
@@ -109,7 +128,8 @@ class Graft:
 
         return {
             "origin": self.divergence.to_json(), "proved": self.proved, "before": self.before, "alone": plain(self.alone),
-            "kind": plain(self.kind), "notes": self.notes,
+            "kind": plain(self.kind), "others": plain(self.others), "kinds": self.kinds, "complete": self.complete,
+            "notes": self.notes,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -148,16 +168,26 @@ def graft(a: Run | Trace, b: Run | Trace, divergence: Divergence | None = None, 
     _refuse_variables(ours, theirs)
     aligned = comparison.detail.aligned
     found = [f for f in comparison.detail.ops.differing() if f.a == chosen.op_index]
-    kind = [(x, y) for x, y in aligned.items() if ours.trace.ops[x].op == chosen.op]
+    kinds = [chosen.op]
+    kind = _of_kinds(ours.trace, aligned, kinds)
     rows_a, rows_b = _rows(ours, theirs, kind + [(f.a, f.b) for f in found], None)
     exact = {f.b: f.keys[f.state == ORIGIN] for f in found}
     alone = _grafted(ours, theirs, comparison, targets_from([(f.a, f.b) for f in found], rows_a, rows_b, exact))
-    result = Graft(chosen, int(comparison.detail.ops.differs.sum()), alone)
+    result = Graft(chosen, int(comparison.detail.ops.differs.sum()), alone, kinds=kinds)
     if alone.differing:
-        result.kind = _grafted(ours, theirs, comparison, targets_from(kind, rows_a, rows_b))
+        result.kind = left = _grafted(ours, theirs, comparison, targets_from(kind, rows_a, rows_b))
+        while left.first is not None and left.first.kind == "origin" and left.first.op not in kinds and len(kinds) < MOST_KINDS:
+            kinds.append(left.first.op)
+            pairs = _of_kinds(ours.trace, aligned, kinds)
+            rows_a, rows_b = _rows(ours, theirs, pairs, None)
+            result.others = left = _grafted(ours, theirs, comparison, targets_from(pairs, rows_a, rows_b))
     if rows_a.is_full or rows_b.is_full:
         result.notes.append("rows were put in until the memory set aside for them was full")
     return result
+
+
+def _of_kinds(trace: Trace, aligned: dict[int, int], kinds: list[str]) -> list[tuple[int, int]]:
+    return [(x, y) for x, y in aligned.items() if trace.ops[x].op in kinds]
 
 
 def _refuse_variables(*sides: Side) -> None:

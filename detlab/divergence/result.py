@@ -16,6 +16,8 @@ from detlab.trace.records import Array, TensorRecord, Trace, split_keys
 if TYPE_CHECKING:
     import pandas as pd
 
+    from detlab.divergence.graft import IsolatedOp
+
 IDENTICAL_VERDICT, DIVERGED, CONTROL_FLOW, DIFFERENT_INPUTS = "identical", "diverged", "control_flow", "different_inputs"
 
 
@@ -178,6 +180,12 @@ class Comparison:
         if self.first is not None:
             link(self.first)
         return self
+
+    def all_origins(self, **options: Any) -> list[IsolatedOp]:
+        """Every op that makes a difference of its own, hidden ones included; see `divergence.graft.all_origins`."""
+        from detlab.divergence.graft import all_origins  # it builds on this module
+
+        return all_origins(self, **options)
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
         """Plain values, for machines. ``most`` limits the list of origins; carriers are counted only."""

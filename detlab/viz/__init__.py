@@ -3,6 +3,7 @@
 from detlab.viz.figures import heatmap, overview
 from detlab.viz.report import report_html, write_report
 from detlab.viz.trees import draw_tree, draw_trees
+from detlab.viz.why import noise_budget
 from detlab.viz.widgets import Explorer
 
-__all__ = ["Explorer", "draw_tree", "draw_trees", "heatmap", "overview", "report_html", "write_report"]
+__all__ = ["Explorer", "draw_tree", "draw_trees", "heatmap", "noise_budget", "overview", "report_html", "write_report"]

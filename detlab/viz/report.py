@@ -21,6 +21,7 @@ from plotly.offline import get_plotlyjs
 from detlab.divergence.result import Comparison
 from detlab.errors import UsageError
 from detlab.viz.figures import CONFIG, heatmap, overview
+from detlab.viz.why import why_html
 from detlab.viz.words import escape, first_in_words, number, plural, style, ulps, verdict_words
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def report_html(investigation: Investigation) -> str:
         f"<span>{escape(verdict.sentence)}</span></div>",
         "<h2>First divergence</h2>",
         f"<p>{escape(first_in_words(comparison))}</p>",
+        "<h2>Why</h2>",
+        why_html(investigation),
         "<h2>Controls</h2>",
         _controls(comparison),
         "<h2>Layer by layer</h2>",

@@ -17,6 +17,7 @@ from detlab.divergence.result import Comparison, Grid
 from detlab.errors import DetlabError
 from detlab.viz.arrange import Arrangement, arrange
 from detlab.viz.figures import CONFIG, draw
+from detlab.viz.why import why_lines
 from detlab.viz.words import (
     STATE_WORDS,
     Cells,
@@ -135,7 +136,7 @@ class Explorer:
         self.result = result
         words = verdict_words(result.verdict)
         flips = len(comparison.token_flips)
-        lines = [words.sentence, first_in_words(comparison)]
+        lines = [words.sentence, first_in_words(comparison), *why_lines(result)]
         if flips:
             lines.append(f"{flips} of {plural(len(comparison.prompt_ids), 'prompt')} got another token.")
         lines.append("Controls: " + _controls(comparison))
