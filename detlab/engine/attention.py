@@ -129,19 +129,27 @@ def _measure(dtype: torch.dtype, size: int, device: torch.device | str) -> Atten
     wide = _Probe(torch.float32, size, device) if dtype != torch.float32 else None
     for granule, most in _CANDIDATES:
         with one_thread():
-            tails = probe.stable_tails(granule)
+            measured = probe.stable_tails(granule)
             if wide is not None:
-                tails = tuple(tail for tail in wide.stable_tails(granule) if tail in tails)
-            stable = probe.holds(AttentionRule(granule, most, 0, tails, True))
-            causal = _CAUSAL if stable and probe.causal_holds(AttentionRule(granule, most, 0, tails, True)) else 0
-        if stable:
-            rule = AttentionRule(granule, most, causal, tails, True)
-            if torch.get_num_threads() == 1:
+                measured = tuple(tail for tail in wide.stable_tails(granule) if tail in measured)
+        for tails in dict.fromkeys((measured, (BLOCK,))):  # whole blocks alone, where parts of one do not hold after all
+            rule = _measured_rule(probe, AttentionRule(granule, most, 0, tails, True))
+            if rule is not None:
                 return rule
-            if not probe.holds(rule):
-                return replace(rule, is_threaded=False)
-            return rule if not causal or probe.causal_holds(rule) else replace(rule, causal=0)
     return None
+
+
+def _measured_rule(probe: _Probe, rule: AttentionRule) -> AttentionRule | None:
+    """A candidate with what it allows, on one thread and on the threads set now; None where it is not one bit class."""
+    with one_thread():
+        if not probe.holds(rule):
+            return None
+        rule = replace(rule, causal=_CAUSAL if probe.causal_holds(rule) else 0)
+    if torch.get_num_threads() == 1:
+        return rule
+    if not probe.holds(rule):
+        return replace(rule, is_threaded=False)
+    return rule if not rule.causal or probe.causal_holds(rule) else replace(rule, causal=0)
 
 
 class _Probe:

@@ -206,8 +206,8 @@ def activation_of(module: Any, what: str) -> Callable[[Tensor], Tensor]:
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last dimension: float32 [..., K] with K <= 8192, float32 result.
 
-    p = exp(x - max), with x - max >= -44.4, rounded to a multiple of 2**-40; their sum is exact; p / sum is rounded to float64, then
-    to float32. A row with a NaN or +Inf becomes NaN; -Inf counts nothing.
+    p = exp(x - max), with x - max >= -44.4, rounded to a multiple of 2**-40; their sum is exact; p / sum is rounded to
+    float64, then to float32. A row with a NaN or +Inf becomes NaN; -Inf counts nothing.
     """
     wide = x.double()
     t = (wide - wide.amax(-1, keepdim=True)).mul_(UNIT).clamp_(-64.0 * STEPS, 0.0)

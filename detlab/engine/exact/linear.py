@@ -23,15 +23,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from detlab.engine.exact.digits import DIGITS, MOST_TERMS, Rows, pow2, rows_of, signed, weight_digits
+from detlab.engine.exact.digits import DIGITS, MOST_TERMS, pow2, rows_of, signed, weight_digits
 from detlab.errors import UsageError
 
 __all__ = ["KERNELS", "ExactLinear", "Prepared", "int_products", "prepare", "rounded"]
 
 KERNELS = ("packed", "int8", "float64")
 _FLOAT32_INTEGERS = 1 << 24  # float32 holds every whole number up to it
-_WIDEST = 4096  # columns of one product: what it gives stays in the cache until it is put together
-_ROWS = 64  # rows of one product, times four digits
+_WIDEST = 16384  # columns of one product
+_ROWS = 256  # rows of one product, times four digits
+_CACHED = 1 << 20  # results of one product: they stay in the cache until they are put together
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,11 @@ class ExactLinear:
             none = self.scale.new_zeros
             parts = [none(n) if b is None else b.detach().double() for n, b in zip(self.sizes, biases, strict=True)]
             self.bias = torch.cat(parts)
+        digits = weights[0].digits if len(weights) == 1 else torch.cat([w.digits for w in weights], 1)
         self._blocks: list[tuple[int, int, Callable[[Tensor], Tensor]]] = []
-        at = 0
-        for weight in weights:
-            total = weight.digits.shape[1]
-            for start in range(0, total, _WIDEST):
-                piece = weight.digits[:, start : start + _WIDEST]
-                self._blocks.append((at + start, at + start + piece.shape[1], self._product(piece)))
-            at += total
+        for start in range(0, self.num_out, _WIDEST):
+            stop = min(self.num_out, start + _WIDEST)
+            self._blocks.append((start, stop, self._product(digits[:, start:stop])))
 
     def _product(self, digits: Tensor) -> Callable[[Tensor], Tensor]:
         """What computes T, float64 [M, N], of digits + 64, uint8 [4, M, K]."""
@@ -175,19 +173,25 @@ class ExactLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Applies the layer to [..., K]; returns [..., N] in x's dtype. A row with a NaN or an infinity becomes NaN."""
         flat = x.reshape(-1, self.num_in)
-        out = x.new_empty(flat.shape[0], self.num_out)
-        for start in range(0, flat.shape[0], _ROWS):
-            self._fill(out[start : start + _ROWS], rows_of(flat[start : start + _ROWS]))
+        if len(flat) == 1:
+            out = self._of(flat)
+        else:
+            out = x.new_empty(len(flat), self.num_out)
+            step = max(8, min(_ROWS, _CACHED // self.num_out))
+            for start in range(0, len(flat), step):
+                out[start : start + step] = self._of(flat[start : start + step])
         return out.view(*x.shape[:-1], self.num_out)
 
-    def _fill(self, out: Tensor, rows: Rows) -> None:
+    def _of(self, x: Tensor) -> Tensor:
+        rows = rows_of(x)
+        pieces = []
         for start, stop, product in self._blocks:
             total = product(rows.digits).mul_(rows.scale).mul_(self.scale[start:stop])
             if self.bias is not None:
                 total.add_(self.bias[start:stop])
-            out[:, start:stop] = total if out.dtype == torch.float32 else total.float()
-        if rows.bad is not None:
-            out.masked_fill_(rows.bad, float("nan"))
+            pieces.append(rounded(total, x.dtype))
+        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        return out if rows.bad is None else out.masked_fill_(rows.bad, float("nan"))
 
 
 def _packed(digits: Tensor) -> Callable[[Tensor], Tensor]:

@@ -35,7 +35,7 @@ def _up(x: Tensor) -> Tensor:
 
 
 def _standard(x: Tensor, eps: float) -> Tensor:
-    """x * r for float64 rows; all are scaled by 2**(18 - E) on the way, eps by its square, which changes no bit."""
+    """Returns x * r for float64 rows; all are scaled by 2**(18 - E) on the way, eps by its square, which changes no bit."""
     up = _up(x)
     z = x * up
     total = (z * z).round_().sum(-1, keepdim=True)
@@ -115,6 +115,7 @@ class _Wide:
     def __init__(self, module: nn.Module, name: str, plus: float) -> None:
         self.module, self.name, self.plus = module, name, plus
         self.seen: tuple[Any, int] | None = None
+        self.made: Tensor | None = None
 
     def __call__(self) -> Tensor | None:
         given = getattr(self.module, self.name)

@@ -1,11 +1,11 @@
 """What the exact tier computes, slowly, in Python's whole numbers, fractions and floats: the definition of spec `tri4`.
 
-Every function takes lists of Python floats (each a value of the model's dtype) and returns lists of them. A sum here is a sum of
+Every function takes lists of Python floats (each a value of the model's dtype) and returns lists of them. A sum here is one of
 whole numbers, so its order is of no matter; +, -, *, / and sqrt of floats are IEEE 754's, rounded once each, and where more
 than one takes part the docstring gives them in order. ``cast`` rounds to the model's dtype: to float32, nearest, ties to even,
 and from there to bfloat16 or float16 where that is the dtype.
 
-A row with a NaN or an infinity in it is `NAN` all over; other rows do not notice. The sign of a zero that comes from a sum is +.
+A row with a NaN or an infinity in it is `NAN` all over; other rows do not notice. A zero that comes from a sum is +0.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def linear(x: Row, weight: Sequence[Row], bias: Row | None, cast: Cast) -> list[
 
 # ----------------------------------------------------------------------------------------------------------- functions
 def exp2(t: float, shift: int = 0) -> float:
-    """2**(t / 1024 + shift): n = round(t), ties to even; f = t - n; n = 1024 k + j; c1 = ln 2 / 1024, c2 = c1**2 / 2:
+    """2**(t / 1024 + shift), with n = round(t), ties to even, f = t - n, n = 1024 k + j, c1 = ln 2 / 1024, c2 = c1**2 / 2.
 
     ((f * c2 + c1) * f + 1) * (2**(j / 1024), rounded to float64, times 2**(k + shift)).
     """
@@ -122,7 +122,7 @@ def _tanh(x: float) -> float:
 
 
 def _gelu(x: float) -> float:
-    """x * P, P = 1 - tail for x > 0 and tail otherwise; tail = (exp(series - z * z) * t) * 0.5.
+    """Returns x * P, P = 1 - tail for x > 0 and tail otherwise; tail = (exp(series - z * z) * t) * 0.5.
 
     z = |x| * sqrt(1/2), t = 2 / (z + 2), series: Clenshaw's sum of the Chebyshev terms at 2 t - 1.
     """
@@ -140,7 +140,7 @@ def _gelu(x: float) -> float:
 
 
 def _gelu_tanh(x: float) -> float:
-    """x / (1 + exp(((x * x * 0.044715 + 1) * x) * -2 sqrt(2 / pi)))."""
+    """Returns x / (1 + exp(((x * x * 0.044715 + 1) * x) * -2 sqrt(2 / pi)))."""
     return x / (exp(((x * x) * 0.044715 + 1.0) * x, fast_functions._TANH_UNIT / fast_functions.UNIT) + 1.0)
 
 
@@ -161,7 +161,7 @@ def function(name: str, x: float, cast: Cast) -> float:
 
 
 def softmax(row: Row, cast: Cast) -> list[float]:
-    """p = round(exp(x - max) * 2**40), ties to even, with the power of two kept above -64; p / sum p; cast."""
+    """With p = round(exp(x - max) * 2**40), ties to even, with the power of two kept above -64: p / sum p; cast."""
     top = max(row)
     if any(math.isnan(x) for x in row) or top == math.inf:
         return [NAN] * len(row)
@@ -170,7 +170,7 @@ def softmax(row: Row, cast: Cast) -> list[float]:
 
 
 def cos_sin(angle: float) -> tuple[float, float]:
-    """k = round(angle * 2 / pi); r = ((angle - k a) - k b) - k c; Taylor's series; the quarter that k names."""
+    """With k = round(angle * 2 / pi): r = ((angle - k a) - k b) - k c; Taylor's series; the quarter that k names."""
     k = (angle * fast_rotary.TWO_OVER_PI + fast_functions.MAGIC) - fast_functions.MAGIC
     r = angle
     for part in fast_rotary.HALF_PI:
@@ -200,7 +200,7 @@ def _mean_square(row: Row) -> float:
 
 
 def rms_norm(x: Row, weight: Row, eps: float, cast: Cast) -> list[float]:
-    """x * r * w with r = 1 / sqrt(mean square + eps), from left to right; cast. Gemma's w is 1 + weight, in float64."""
+    """Returns x * r * w with r = 1 / sqrt(mean square + eps), from left to right; cast. Gemma's w is 1 + weight."""
     if not is_finite(x):
         return [NAN] * len(x)
     r = 1.0 / math.sqrt(_mean_square(x) + eps)
@@ -223,8 +223,8 @@ def layer_norm(x: Row, weight: Row, bias: Row, eps: float, cast: Cast) -> list[f
 def attention(query: Row, keys: Sequence[Row], values: Sequence[Row], scaling: float, cast: Cast) -> list[float]:
     """One query head over the tokens it sees, in any order. Steps as in the head of `detlab.engine.exact.attention`.
 
-    Queries have b = 53 - 22 - (bits of the size - 1) bits, keys and values 22. The score is (sum q k) * 2**(E_q - b + E_k - 22),
-    exact, * (scaling * (1024 * log2 e)), both products rounded once; score - max, once, kept above -65536.
+    Queries have b = 31 - bits of (size - 1) bits, keys and values 22. The score is (sum q k) * 2**(E_q - b + E_k - 22), exact,
+    * (scaling * (1024 * log2 e)), both products rounded once; score - max, once, kept above -65536.
     """
     size = len(query)
     if not all(is_finite(row) for row in (query, *keys, *values)):
