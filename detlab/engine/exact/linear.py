@@ -197,7 +197,8 @@ class ExactLinear:
 def _packed(digits: Tensor) -> Callable[[Tensor], Tensor]:
     """A packed product, its terms cut in two where their sum could leave the whole numbers of float32."""
     size = digits.shape[2]
-    largest = 64 * int(digits.abs().long().sum((0, 2)).max())  # no sum of products with digits of x is larger
+    sizes = torch.stack([plane.abs().sum(1, dtype=torch.int32) for plane in digits.unbind(0)])
+    largest = 64 * int(sizes.sum(0).max())  # no sum of products with digits of x is larger
     if largest > _FLOAT32_INTEGERS:
         half = size // 2
         left, right = _packed(digits[:, :, :half]), _packed(digits[:, :, half:])

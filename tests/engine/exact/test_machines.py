@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,11 +16,10 @@ from detlab.engine.exact import linear, machine
 from detlab.errors import MachineError, UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
-MODELS = ("tiny-llama:float32", "tiny-llama:bfloat16", "tiny-gpt2:float32", "tiny-qwen3-moe:float32", "tiny-gemma3:bfloat16")
+MODELS = ("tiny-llama:float32", "tiny-gpt2:float32", "tiny-mixtral:float32", "tiny-gemma3:bfloat16")
 SETTINGS = {
     "default": {},
     "ATen AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
-    "ATen plain": {"ATEN_CPU_CAPABILITY": "default"},
     "MKL COMPATIBLE": {"MKL_CBWR": "COMPATIBLE"},
     "oneDNN AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
     "all": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -27,12 +27,22 @@ SETTINGS = {
 }
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=1)
+def all_served():
+    """What the processes found, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(SETTINGS, pool.map(served_alone, SETTINGS), strict=True))
+
+
 def served(setting):
+    return all_served()[setting]
+
+
+def served_alone(setting):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | SETTINGS[setting]
     child = Path(__file__).with_name("isa_child.py")
     result = subprocess.run(
-        [sys.executable, str(child), *MODELS], env=environment, capture_output=True, text=True, cwd=ROOT, check=False, timeout=200
+        [sys.executable, str(child), *MODELS], env=environment, capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -50,7 +60,7 @@ def test_one_md5(setting):
 
 def test_stock_has_several():
     """The control: on a machine where the instruction sets can be chosen, stock logits follow them."""
-    if served("default")["isa"] == served("ATen plain")["isa"]:
+    if served("default")["isa"] == served("least")["isa"]:
         pytest.skip("this machine has one instruction set, so that nothing can be chosen")
     for name in MODELS[:2]:
         assert len({served(setting)["stock"][name] for setting in SETTINGS}) > 1
@@ -59,11 +69,11 @@ def test_stock_has_several():
 def test_a_condition_names_the_tier():
     model = detlab.load_model("tiny-llama", dtype="float32")[0]
     prompts = [[(index * 31 + 7) % 250 for index in range(19)], [(index * 17 + 5) % 250 for index in range(11)]]
-    plain = detlab.run(model, prompts, detlab.Condition(tier="exact"), new_tokens=2)
+    plain = detlab.run(model, prompts, detlab.Condition(tier="exact"), new_tokens=2, trace=False)
     other = detlab.run(
         model, prompts,
         detlab.Condition(tier="exact", batch_size=2, padding_side="left", threads=2, aten_isa="avx2", mkl_isa="COMPATIBLE"),
-        new_tokens=2,
+        new_tokens=2, trace=False,
     )  # fmt: skip
     assert plain.md5 == other.md5
 
