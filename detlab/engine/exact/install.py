@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from detlab.engine.elementwise import is_activation
 from detlab.engine.exact.attention import exact_attention
 from detlab.engine.exact.experts import ExactExperts, ExactRouter
 from detlab.engine.exact.functions import activation_of
-from detlab.engine.exact.linear import ExactLinear, prepare
+from detlab.engine.exact.linear import SPEC, ExactLinear, Prepared, prepare
 from detlab.engine.exact.machine import choose_kernel
 from detlab.engine.exact.norms import is_norm, norm_of
 from detlab.engine.exact.rotary import ExactRotary
@@ -25,12 +26,28 @@ from detlab.engine.session import Session
 from detlab.engine.step import canonical_mask
 from detlab.errors import UsageError
 
-__all__ = ["SPEC", "install"]
+__all__ = ["SPEC", "install", "prepared_weights"]
 
-#: Names the function that is computed: other specs have other bits.
-SPEC = "tri4"
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that are given one and the same input
 _ATTENTION = "detlab_exact"
+
+
+_ready: dict[str, Prepared] = {}
+
+
+@contextmanager
+def prepared_weights(prepared: Mapping[str, Prepared]) -> Iterator[None]:
+    """In this block a model is put under the tier with weights prepared before; layers not named are prepared as usual.
+
+    Args:
+        prepared: by module name; `store.load_prepared` checks that they are the model's.
+    """
+    _ready.update(prepared)
+    try:
+        yield
+    finally:
+        for name in prepared:
+            _ready.pop(name, None)
 
 
 def install(session: Session, model: PreTrainedModel) -> None:
@@ -100,32 +117,33 @@ class _Group:
                 )
         self.modules, self.names, self.kernel = modules, names, kernel
         self.members = [_Linear(self, index) for index in range(len(modules))]
-        self.given: Tensor | None = None
-        self.version = 0
-        self.results: list[Tensor | None] = []
+        self.kept: tuple[Tensor, int, list[Tensor | None]] | None = None
         self.layer = self._prepare()
         _release(session, [module.weight for module in modules])
 
     def _prepare(self) -> ExactLinear:
-        weights = [prepare(weight_of(m), n) for m, n in zip(self.modules, self.names, strict=True)]
+        pairs = list(zip(self.modules, self.names, strict=True))
+        weights = [_ready.get(name) or prepare(weight_of(module), name) for module, name in pairs]
         self.seen = [(m.weight, m.weight._version, m.bias) for m in self.modules]
         return ExactLinear(weights, [m.bias for m in self.modules], self.kernel)
 
     def result(self, index: int, x: Tensor) -> Tensor:
         """What one of the layers makes of x; the others' results are kept until they are asked for."""
-        if self.given is x and self.version == x._version and self.results[index] is not None:
-            out, self.results[index] = self.results[index], None
-            assert out is not None
-            if not any(r is not None for r in self.results):
-                self.given = None
-            return out
-        for module, (weight, version, bias) in zip(self.modules, self.seen, strict=True):
-            if module.weight is not weight or weight._version != version or module.bias is not bias:
+        kept = self.kept  # read once: another thread may put its own in the meantime
+        version = -1 if x.is_inference() else x._version  # such tensors do not count what is written to them
+        if kept is not None and kept[0] is x and kept[1] == version:
+            out, kept[2][index] = kept[2][index], None
+            if out is not None:
+                if not any(r is not None for r in kept[2]):
+                    self.kept = None
+                return out
+        for module, (weight, written, bias) in zip(self.modules, self.seen, strict=True):
+            if module.weight is not weight or weight._version != written or module.bias is not bias:
                 self.layer = self._prepare()
                 break
         made: list[Tensor] = list(torch.split_with_sizes(self.layer(x), self.layer.sizes, -1))
         if len(made) > 1:
-            self.given, self.version, self.results = x, x._version, [r if i != index else None for i, r in enumerate(made)]
+            self.kept = x, version, [r if i != index else None for i, r in enumerate(made)]
         return made[index]
 
 

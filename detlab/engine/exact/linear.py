@@ -26,8 +26,10 @@ from torch import Tensor
 from detlab.engine.exact.digits import DIGITS, MOST_TERMS, pow2, rows_of, signed, weight_digits
 from detlab.errors import UsageError
 
-__all__ = ["KERNELS", "ExactLinear", "Prepared", "int_products", "prepare", "rounded"]
+__all__ = ["KERNELS", "SPEC", "ExactLinear", "Prepared", "int_products", "prepare", "rounded"]
 
+#: Names the function that is computed: other specs have other bits.
+SPEC = "tri4"
 KERNELS = ("packed", "int8", "float64")
 _FLOAT32_INTEGERS = 1 << 24  # float32 holds every whole number up to it
 _WIDEST = 16384  # columns of one product

@@ -99,7 +99,6 @@ def _seconds(kernel: str, device: torch.device, threads: int) -> float:
 
 @lru_cache(maxsize=64)
 def _choice(device: torch.device, only: str | None) -> str:
-    check_arithmetic(device)
     asked = [only] if only else list(KERNELS if device.type == "cpu" else KERNELS[-1:])
     exact = [kernel for kernel in asked if is_exact(kernel, device)]
     if not exact:
@@ -125,4 +124,5 @@ def choose_kernel(device: Any = "cpu", only: str | None = None) -> str:
     """
     if only is not None and only not in KERNELS:
         raise UsageError(f"kernel={only!r} is not known; choose from {', '.join(KERNELS)}.")
+    check_arithmetic(device)  # each time: what it asks for can be switched while a process runs
     return _choice(torch.device(device), only)

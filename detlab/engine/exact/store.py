@@ -20,14 +20,13 @@ from transformers.pytorch_utils import Conv1D
 
 from detlab import bits
 from detlab.engine.exact.digits import DIGITS
-from detlab.engine.exact.linear import Prepared, prepare
+from detlab.engine.exact.linear import SPEC, Prepared, prepare
 from detlab.engine.linear import weight_of
 from detlab.errors import MachineError, UsageError
 
 __all__ = ["FORMAT", "load_prepared", "prepare_model", "save_prepared"]
 
 FORMAT = 1  # raise it when the layout of the files, or the digits of a weight, change
-SPEC = "tri4"
 _JSON, _TENSORS = "prepared.json", "prepared.safetensors"
 
 

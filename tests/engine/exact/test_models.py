@@ -1,6 +1,7 @@
 """The exact tier in whole models: coverage, invariance, hostile values, accuracy, and what it refuses."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import detlab
 from detlab.engine import session
 from detlab.engine.exact import attention, store
 from detlab.engine.exact.functions import activation_of
+from detlab.engine.exact.install import prepared_weights
 from detlab.engine.exact.linear import ExactLinear, prepare
 from detlab.engine.session import Options
 from detlab.errors import CoverageError, UsageError
@@ -75,6 +77,16 @@ def tiny():
     return detlab.load_model("tiny-llama", dtype="float32")[0]
 
 
+def test_inference_mode_and_threads_of_python(tiny):
+    with session.applied(tiny, "exact"):
+        expected = [logits_of(tiny, TEXT[:n], Way()) for n in (9, 10, 11, 12)]
+        with torch.inference_mode():
+            assert bitwise_equal(logits_of(tiny, TEXT[:9], Way()), expected[0].clone())
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda n: logits_of(tiny, TEXT[:n], Way()), (9, 10, 11, 12) * 4))
+    assert all(bitwise_equal(logits, expected[index % 4]) for index, logits in enumerate(found))
+
+
 def test_length_one(tiny):
     with session.applied(tiny, "exact"):
         alone = logits_of(tiny, [65], Way())[0]
@@ -137,6 +149,26 @@ def test_accuracy_on_a_tiny_model(tiny):
     assert torch.equal(exact.argmax(-1), truth.argmax(-1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_smollm2(dtype):
+    """Coverage and invariance on a real model; in float32 an error within twice that of stock, and the same next tokens."""
+    model, tokenizer = detlab.load_model("smollm2-135m", dtype=dtype)
+    prompts = detlab.load_prompts("data/prompts/assistant.jsonl")[::6]
+    texts = [tokenizer.apply_chat_template(p.messages, add_generation_prompt=True, return_dict=False) for p in prompts]
+    stock = [logits_of(model, text, Way()) for text in texts]
+    with detlab.deterministic(model, tier="exact"):
+        exact = [logits_of(model, text, Way()) for text in texts]
+        for way in (Way(batch=2, rows=(1,), is_ragged=True, mates=1), Way(start=len(texts[0]) - 2, cache="dynamic")):
+            assert bitwise_equal(logits_of(model, texts[0], way)[0], exact[0][0])
+    if dtype == "float32":
+        wide = model.double()
+        truth = [logits_of(wide, text, Way()) for text in texts]
+        worst = [max(float((a - b).abs().max()) for a, b in zip(found, truth, strict=True)) for found in (exact, stock)]
+        assert worst[0] <= 2 * worst[1]
+        assert all(torch.equal(a.argmax(-1), b.argmax(-1)) for a, b in zip(exact, truth, strict=True))
+
+
 # --------------------------------------------------------------------------------------------------------------- refused
 def test_a_context_that_is_too_long(tiny, monkeypatch):
     monkeypatch.setattr(attention, "MOST_TOKENS", 40)
@@ -194,6 +226,10 @@ def test_prepared_weights_on_disk(tiny, tmp_path):
     assert loaded.keys() == prepared.keys()
     for name, weight in prepared.items():
         assert torch.equal(loaded[name].digits, weight.digits) and torch.equal(loaded[name].exponents, weight.exponents)
+    with session.applied(tiny, "exact"):
+        expected = logits_of(tiny, TEXT[:9], Way())
+    with prepared_weights(loaded), session.applied(tiny, "exact"):
+        assert bitwise_equal(logits_of(tiny, TEXT[:9], Way()), expected)
     about = json.loads((tmp_path / "prepared.json").read_text())
     assert about["format"] == 1 and about["spec"] == "tri4"
     with pytest.raises(UsageError, match="of another model: model.layers.0.self_attn.q_proj"):
