@@ -110,6 +110,28 @@ def test_another_instruction_set(model):
     assert found.mechanism.kind == INSTRUCTION_SET and "ATEN_CPU_CAPABILITY=avx2" in str(found.mechanism)
 
 
+def test_another_address(model):
+    """Weights four bytes off: the same kernel starts its vectors elsewhere."""
+    _, _, comparison = compared(model, tokens(24), Condition(), Condition(alignment=4), new_tokens=2, measure=False)
+    if comparison.first is None:
+        return
+    found = detlab.explain(comparison, processes=False, repetitions=3)
+    assert found.reproduced == (True, True) and found.factor("memory address").leads_to_b
+    assert found.mechanism.kind == PARTITION and "4 bytes past 64 in b" in str(found.mechanism)
+
+
+def test_rows_of_another_length():
+    """Softmax over the scores of a chunk: nothing can be changed in the op alone but the length of its rows, and it says so."""
+    own = detlab.load_model("tiny-llama", dtype="bfloat16", attention="eager")[0]
+    _, _, comparison = compared(own, tokens(37), Condition(), Condition(prefill_chunk=7), measure=False)
+    origins = [d for d in comparison.origins if d.op == "_softmax"]
+    if not origins:
+        return
+    found = detlab.explain(origins[0], processes=False, repetitions=3)
+    assert found.reproduced == (True, True) and not any(f.moves for f in found.factors if f.name != "memory address")
+    assert found.mechanism.kind == PARTITION and "the shapes of _softmax's inputs differ" in str(found.mechanism)
+
+
 def test_vector_body_and_scalar_tail():
     """A row length that is no multiple of the vectors: the last row of a call ends in scalars, among others it does not."""
     sizes = {"hidden_size": 64, "intermediate_size": 154, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32}

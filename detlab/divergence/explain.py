@@ -105,7 +105,7 @@ class _Explainer:
     def explain(self) -> Explanation:
         """Looks at everything in turn."""
         result = Explanation(self.divergence, Mechanism(NOTHING, ""))
-        rows = self._rows()
+        rows = self._rows(result)
         outputs = [met.output for met in self.met]
         result.is_faithful = tuple(_repeats(met, side) for met, side in zip(self.met, self.sides, strict=True))
         alone = [self._alone(side, result) for side in (0, 1)]
@@ -138,23 +138,32 @@ class _Explainer:
         result.notes = list(dict.fromkeys(result.notes))
         if self.processes:
             self._fresh(result, rows)
-        result.mechanism = mechanism_of(result, self.sides)
+        result.mechanism = mechanism_of(result, self.ops)
         return result
 
-    def _rows(self) -> list[tuple[Row, Row]]:
-        """Some of the origin's rows: those at the ends and between them."""
+    def _rows(self, result: Explanation) -> list[tuple[Row, Row]]:
+        """Some of the origin's rows: those at the ends and between them, of the rows whose first output differs."""
         keys = self.found.keys[self.found.state == ORIGIN]
         prompts, _ = split_keys(keys)
         mine = keys[prompts == self.divergence.prompt]
-        picked = mine[np.unique(np.linspace(0, len(mine) - 1, min(MOST_ROWS, len(mine))).round().astype(int))]
-        made = []
-        for side, met in enumerate(self.met):
-            elements = met.elements().of(picked)
-            starts = torch.cumsum(elements.lengths, 0) - elements.lengths
-            cut = [elements.at[s : s + n] for s, n in zip(starts.tolist(), elements.lengths.tolist(), strict=True)]
-            shape = self.ops[side].shape
-            made.append([row_of(int(key), at, shape) for key, at in zip(picked.tolist(), cut, strict=True)])
+        cut = [self._cut(side, mine) for side in (0, 1)]
+        places = list(range(len(mine)))
+        if not any(side.variables for side in self.sides):
+            flat = [met.output.reshape(-1) for met in self.met]
+            unlike = [at for at in places if bits_at(flat[0], cut[0][at]) != bits_at(flat[1], cut[1][at])]
+            if not unlike:
+                result.notes.append("the op's first outputs agree: only a further output, such as a log-sum-exp, differs")
+            places = unlike or places
+        spread = np.linspace(0, len(places) - 1, min(MOST_ROWS, len(places))).round().astype(int)
+        picked = [places[i] for i in np.unique(spread)]
+        made = [[row_of(int(mine[at]), cut[side][at], self.ops[side].shape) for at in picked] for side in (0, 1)]
         return list(zip(*made, strict=True))
+
+    def _cut(self, side: int, keys: Array) -> list[Tensor]:
+        """Elements of rows of a side's output, row by row."""
+        elements = self.met[side].elements().of(keys)
+        starts = torch.cumsum(elements.lengths, 0) - elements.lengths
+        return [elements.at[s : s + n] for s, n in zip(starts.tolist(), elements.lengths.tolist(), strict=True)]
 
     def _alone(self, side: int, result: Explanation) -> Tensor | None:
         """The op of one side executed alone, in a fresh process where the side's condition asks for one."""
@@ -291,7 +300,7 @@ def _element(outputs: Sequence[Tensor], row: tuple[Row, Row]) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------- the mechanism
-def mechanism_of(found: Explanation, sides: Sequence[Side]) -> Mechanism:
+def mechanism_of(found: Explanation, ops: Sequence[Operation]) -> Mechanism:
     """The mechanism that the evidence supports, in one sentence; the strongest evidence comes first."""
     assert found.divergence is not None
     op = found.divergence.op
@@ -342,6 +351,10 @@ def mechanism_of(found: Explanation, sides: Sequence[Side]) -> Mechanism:
             f"Same kernel, another partition: {words} makes {library} cut the same sum into other parts (the accumulation "
             "trees differ).",
         )
+    if cause is not None and cause.name == "memory address":
+        return Mechanism(
+            PARTITION, f"Same kernel, another partition: {words} shifts where its vector loops begin and end."
+        )  # fmt: skip
     if cause is not None and cause.name == "threads":
         return Mechanism(
             PARTITION, f"Same kernel, another partition: {words} makes {library} split its work at other places."
@@ -356,6 +369,13 @@ def mechanism_of(found: Explanation, sides: Sequence[Side]) -> Mechanism:
         same = " although the accumulation trees are the same" if tree_a is not None and tree_a == tree_b else ""
         start = f"{words[:1].upper()}{words[1:]}"
         return Mechanism(ROUNDING, f"{start} moves the bits{same}: products or intermediate results round otherwise.")
+    shapes = [[list(tensor.shape) for _, tensor in op.tensors()] for op in ops]
+    if shapes[0] != shapes[1] and found.differs_alone:
+        return Mechanism(
+            PARTITION,
+            f"Same kernel, another partition: the shapes of {op}'s inputs differ ({shapes[0]} in a, {shapes[1]} in b), and no "
+            "factor that was tried beside them moves the bits: the same elements stand in other lanes or blocks.",
+        )
     return Mechanism(NOTHING, "Nothing that was tried moves the bits: the cause is none of the factors in the table.")
 
 

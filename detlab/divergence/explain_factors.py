@@ -277,7 +277,16 @@ def _threads(subject: Subject, counts: tuple[int, int]) -> Factor | None:
 def _alignment(subject: Subject) -> Factor | None:
     offsets = (0, 4, 8, 16, 32)
     variants = [(f"{n} bytes past 64", _late(lambda n: subject.bits(subject.a.at_address(n), 0), n)) for n in offsets]
-    return subject.factor("memory address", variants)
+    ours, theirs = subject.a.addresses(), subject.b.addresses()
+    if ours == theirs or len(ours) != len(theirs):
+        return subject.factor("memory address", variants)
+    named = [(_bytes_past(own), own) for own in (ours, theirs)]
+    moved = [(words, _late(lambda own: subject.bits(subject.a.at_addresses(own), 0), own)) for words, own in named]
+    return subject.factor("memory address", [*moved, *variants], named[0][0], named[1][0])
+
+
+def _bytes_past(offsets: Sequence[int]) -> str:
+    return "tensors " + ", ".join(map(str, offsets)) + " bytes past 64"
 
 
 def _layout(subject: Subject) -> Factor | None:

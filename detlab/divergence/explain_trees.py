@@ -13,7 +13,7 @@ from torch import Tensor
 
 from detlab.divergence.accumulation import accumulation_tree
 from detlab.divergence.explain_attention import Attention
-from detlab.divergence.replay_op import Operation, Row
+from detlab.divergence.replay_op import Operation, Row, realigned
 from detlab.divergence.trees import AccumulationTree
 from detlab.errors import DetlabError
 
@@ -110,10 +110,11 @@ def _setting(op: Operation, place: Tensor, at: int) -> Callable[[Tensor], Tensor
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros with the same strides; what an expanded tensor repeats is one element still."""
+    """Zeros with the same strides and alignment; what an expanded tensor repeats is one element still."""
     if tensor.layout != torch.strided:
         return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+    return realigned(made, tensor.data_ptr() % 64)
 
 
 def step_of(tree: AccumulationTree) -> int:

@@ -198,6 +198,15 @@ class Operation:
         """The call with every tensor at an address so many bytes past a multiple of 64."""
         return self.with_tensors(lambda place, tensor: realigned(tensor, offset))
 
+    def addresses(self) -> list[int]:
+        """Bytes past a multiple of 64 at which each tensor lies."""
+        return [tensor.data_ptr() % 64 for _, tensor in self.tensors()]
+
+    def at_addresses(self, offsets: Sequence[int]) -> Operation:
+        """The call with its tensors at these addresses, in the order of `addresses`."""
+        left = iter(offsets)
+        return self.with_tensors(lambda place, tensor: realigned(tensor, next(left)))
+
     def laid_out(self, how: str) -> Operation:
         """The call with its tensors "contiguous", or "strided" (every second place of a larger memory)."""
 
