@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from detlab.models import load_model as load_model
     from detlab.prompts import Prompt as Prompt
     from detlab.prompts import load_prompts as load_prompts
+    from detlab.remedies import minimal_fix as minimal_fix
+    from detlab.remedies import rate as rate
+    from detlab.remedies import remedies as remedies
+    from detlab.remedies import try_remedies as try_remedies
     from detlab.runner import Run as Run
     from detlab.runner import load_trace as load_trace
     from detlab.runner import run as run
@@ -80,10 +84,14 @@ _HOMES = {
     "load_model": "detlab.models",
     "load_prompts": "detlab.prompts",
     "load_trace": "detlab.runner",
+    "minimal_fix": "detlab.remedies",
+    "rate": "detlab.remedies",
+    "remedies": "detlab.remedies",
     "restore": "detlab.deterministic",
     "run": "detlab.runner",
     "sweep": "detlab.sweep",
     "triage": "detlab.divergence.triage",
+    "try_remedies": "detlab.remedies",
     "verify": "detlab.verify",
 }
 

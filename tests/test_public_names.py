@@ -12,7 +12,8 @@ NAMES = [
     "Bench", "Certificate", "Comparison", "Condition", "Coverage", "DetlabError", "Divergence", "Explanation",
     "Investigation", "Prompt", "Run", "Trace", "Triage", "accumulation_tree", "apply", "bench", "capture", "compare",
     "coverage", "deterministic", "environment", "explain", "first_divergence", "graft", "investigate", "load_model",
-    "load_prompts", "load_trace", "restore", "run", "sweep", "triage", "verify", "viz",
+    "load_prompts", "load_trace", "minimal_fix", "rate", "remedies", "restore", "run", "sweep", "triage", "try_remedies",
+    "verify", "viz",
 ]  # fmt: skip
 
 
