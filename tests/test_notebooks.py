@@ -30,6 +30,7 @@ UNSTABLE = re.compile(r"\d\.\d|\be-?\d\d|\bULP\b|\bms\b|\bseconds\b|\btoken\b", 
 WRONG_ANSWERS = {
     "00-start-here": ['"batch_size=4"', "[1.0, 2.0, 3.0]", "2.0"],
     "01-addition-is-not-associative": ["1024", "chain", "0"],
+    "08-deterministic-engine": ["1000", '"tier=invariant,batch_size=2,padding_side=left"', '["anna", "anna"]'],
 }
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
