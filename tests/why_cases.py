@@ -59,13 +59,8 @@ _arrivals = [0]
 
 @torch.library.custom_op("detlab_planted::sum_in_order", mutates_args=())
 def sum_in_order(x: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Adds the parts of the last axis, each one term after another, then their sums in the order given; keeps the axis."""
-    sums = []
-    for part in x.chunk(len(order), -1):
-        total = part[..., :1].clone()
-        for at in range(1, part.shape[-1]):
-            total = total + part[..., at : at + 1]
-        sums.append(total)
+    """Adds each part of the last axis, then their sums in the order given; keeps the axis."""
+    sums = [part.sum(-1, keepdim=True) for part in x.chunk(len(order), -1)]
     total = sums[order[0]]
     for at in order[1:]:
         total = total + sums[at]
