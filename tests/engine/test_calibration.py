@@ -129,8 +129,9 @@ def test_the_smallest_granule_that_is_one_class_is_found():
     assert isinstance(rule, RowRule) and rule.granule == 8
 
 
-def test_where_no_granule_is_one_class_none_is_found():
-    assert find_row_rule(planted(lambda rows: rows % 5), 16, torch.float32, (4, 8)) is None
+def test_where_every_number_of_rows_has_other_bits_one_number_is_used():
+    rule = find_row_rule(planted(lambda rows: rows % 5), 16, torch.float32, (4, 8))
+    assert isinstance(rule, RowRule) and rule.granule == rule.most
 
 
 def test_a_kernel_whose_bits_follow_the_place_is_not_stable():
