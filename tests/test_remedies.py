@@ -257,6 +257,14 @@ def test_where_nothing_parts_there_is_nothing_to_restore(model):
     assert "there is nothing to restore here" in str(made) and made["seeds"].note.startswith("both conditions became the same")
 
 
+def test_greedy_decoding_removes_the_draw(model):
+    """Texts that part are compared as they were run: nothing is executed again once a remedy is out."""
+    made = detlab.try_remedies(model, PROMPT, "", "temperature=1.5,seed=3", new_tokens=4, remedies=["greedy", "seeds"])
+    assert made.before.token_flips == made.before.prompts == 1
+    assert made["greedy"].verdict == "restores equality" and made["greedy"].b == "seed=3"
+    assert made["seeds"].after.token_flips == 1 and made["seeds"].b == "temperature=1.5"
+
+
 def test_a_fresh_process_for_what_is_read_at_start(model):
     before = state(model)
     made = detlab.try_remedies(model, **C1, remedies=["cudnn-variable"])

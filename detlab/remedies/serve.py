@@ -96,6 +96,7 @@ def serve_here(model: nn.Module, inputs: list[list[int]], conditions: Sequence[C
             if trace:
                 for condition, one in dict(zip(conditions, made, strict=True)).items():  # the last run of each
                     one.traced = _execute(served, inputs, condition, new_tokens, with_trace=True)
+                    one.traced._source = None  # a comparison must not execute it again once the remedy is taken out
     return made
 
 

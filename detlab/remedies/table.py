@@ -43,7 +43,10 @@ class Difference:
 
     @property
     def bound(self) -> float | None:
-        """Where nothing differs: at most this share of answers differs, at 95 % (3/n). None where some do."""
+        """Where nothing differs: at most this share of answers differs, at 95 % (3/n). None where some do.
+
+        It counts prompts times trials. A trial asks the same questions again: for other prompts than these, n is their number.
+        """
         return min(1.0, 3 / self.of) if self.of and not self.prompts else None
 
     def to_json(self) -> dict[str, Any]:
