@@ -90,7 +90,7 @@ def serve_here(model: nn.Module, inputs: list[list[int]], conditions: Sequence[C
                     with served_model(served, condition) as twin:
                         stack.enter_context(under_tier(twin, condition))
             for condition in conditions:
-                with served_model(served, condition) as twin, _clock(twin) as seconds:
+                with served_model(served, condition) as twin, _clock(twin, condition.tier) as seconds:
                     run = _execute(served, inputs, condition, new_tokens, with_trace=False)
                 made.append(Served(run.logits, run.tokens, sum(seconds)))
             if trace:
@@ -109,8 +109,12 @@ def _execute(model: nn.Module, inputs: list[list[int]], condition: Condition, ne
 
 
 @contextmanager
-def _clock(model: nn.Module) -> Iterator[list[float]]:
-    """Seconds of each call of a model."""
+def _clock(model: nn.Module, tier: str) -> Iterator[list[float]]:
+    """Seconds of each call of a model.
+
+    Under a tier the hooks are those of all modules: a tier takes a model with other hooks of its own for another model, whose
+    ops it would have to look at again. A stock model has its own hooks: others might get into what is compiled.
+    """
     seconds: list[float] = []
     started: list[float] = []
     device = device_of(model)
@@ -120,10 +124,21 @@ def _clock(model: nn.Module) -> Iterator[list[float]]:
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    handles = [
-        model.register_forward_pre_hook(lambda *_: started.append(now()), prepend=True),
-        model.register_forward_hook(lambda *_: seconds.append(now() - started.pop())),
-    ]
+    def begin(module: nn.Module, *_: Any) -> None:
+        if module is model:
+            started.append(now())
+
+    def end(module: nn.Module, *_: Any) -> None:
+        if module is model:
+            seconds.append(now() - started.pop())
+
+    if tier == "stock":
+        handles = [model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end)]
+    else:
+        handles = [
+            nn.modules.module.register_module_forward_pre_hook(begin),
+            nn.modules.module.register_module_forward_hook(end),
+        ]
     try:
         yield seconds
     finally:
