@@ -27,20 +27,21 @@ __all__ = ["Coverage", "OpCoverage", "coverage"]
 _MOVES = """
     view _unsafe_view reshape t transpose permute expand slice select unsqueeze squeeze split split_with_sizes chunk unbind
     alias detach as_strided diagonal narrow unfold repeat repeat_interleave cat stack clone copy contiguous _to_copy to
-    lift_fresh _reshape_alias index index_select gather index_copy index_put index_fill scatter masked_fill masked_scatter
+    lift_fresh _reshape_alias index index_select gather index_copy index_fill scatter masked_fill masked_scatter
     where embedding constant_pad_nd flip roll tril triu fill zero zeros ones full empty new_zeros new_empty new_full
     new_ones zeros_like ones_like empty_like full_like empty_strided new_empty_strided arange scalar_tensor eye one_hot
     resize pin_memory _local_scalar_dense item lift sort argsort nonzero bincount searchsorted histc unique2 movedim
-    swapaxes split_copy _pin_memory is_pinned _assert_async _assert_tensor_metadata sym_size sym_stride sym_numel bernoulli
-    native_dropout
+    swapaxes split_copy _pin_memory is_pinned _assert_async _assert_tensor_metadata sym_size sym_stride sym_numel
 """.split()
 _ROUNDED_ONCE = """
     add sub rsub mul div neg abs sqrt rsqrt reciprocal square maximum minimum clamp clamp_min clamp_max relu hardtanh sign
     floor ceil round trunc frac fmod remainder eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and
-    bitwise_or bitwise_not bitwise_xor isnan isinf isfinite amax amin max min argmax argmin all any leaky_relu threshold
+    bitwise_or bitwise_not bitwise_xor isnan isinf isfinite leaky_relu threshold
     floor_divide __and__ __or__ __xor__ __lshift__ __rshift__ isneginf isposinf nan_to_num copysign hardswish hardsigmoid
     relu6
 """.split()
+# They pick one of their arguments, exactly; over the last dimension alone, each row picks among its own.
+_PICKS = "amax amin max min argmax argmin all any".split()
 # Of these, what kernels may approximate, or contract to fewer roundings, each in its own way.
 _ROUNDED_HERE = "rsqrt reciprocal hardswish hardsigmoid remainder fmod floor_divide leaky_relu".split()
 # Each row (all dimensions but the last) is computed from the same row of the arguments: to be measured.
@@ -151,7 +152,16 @@ def coverage(model: nn.Module, tier: str = "invariant") -> Coverage:
             _prefill_and_decode(model)
         finally:
             session.forget()
-    return Coverage(tier, type(model).__name__, observer.found())
+        found = observer.found()
+    if session.is_whole and not any(op.status == "uncovered" for op in found):
+        with engine.applied(model, tier, options) as session, torch.no_grad():
+            try:
+                failure = _compare_rows(model)
+            finally:
+                session.forget()
+        if failure is not None:
+            found.append(OpCoverage("", "logits", "uncovered", failure, 1))
+    return Coverage(tier, type(model).__name__, found)
 
 
 def require_coverage(model: nn.Module, tier: str) -> Coverage:
@@ -178,14 +188,7 @@ def _warm_up(model: Any) -> None:
 
 def _prefill_and_decode(model: Any) -> None:
     """A batch of three rows, one of them padded, prefilled and decoded for two steps."""
-    config = model.config.get_text_config()
-    vocabulary, length = int(config.vocab_size), 37
-    limit = getattr(config, "max_position_embeddings", None)
-    length = min(length, limit - 3) if limit else length
-    device = next(model.parameters()).device
-    ids = (torch.arange(3 * length, device=device).view(3, length) * 7919 + 11) % vocabulary
-    mask = torch.ones(3, length, dtype=torch.long, device=device)
-    mask[1, : length // 4] = 0
+    ids, mask = _batch(model)
     cache = None
     for _ in range(3):
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
@@ -201,6 +204,39 @@ def _prefill_and_decode(model: Any) -> None:
             raise UsageError(f"{type(model).__name__} returns no cache; the tier covers models that keep keys and values.")
         ids = output.logits[:, -1:].argmax(-1)
         mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+
+
+def _batch(model: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and mask of three rows of 37 tokens, the second one padded on the left."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    length = min(37, limit - 3) if limit else 37
+    device = next(model.parameters()).device
+    ids = (torch.arange(3 * length, device=device).view(3, length) * 7919 + 11) % int(config.vocab_size)
+    mask = torch.ones(3, length, dtype=torch.long, device=device)
+    mask[1, : length // 4] = 0
+    return ids, mask
+
+
+def _compare_rows(model: Any) -> str | None:
+    """Judges the whole: what moves rows, as an op, may mix them, as a model. None where each row's logits are its own."""
+    ids, mask = _batch(model)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    together = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    for row in range(len(ids)):
+        real = mask[row].bool()
+        alone = model(input_ids=ids[row : row + 1, real], position_ids=positions[row : row + 1, real], use_cache=False).logits[
+            0
+        ]
+        if not bits.equal(alone.contiguous(), together[row, real].contiguous()):
+            return "measured here: a text's logits change with the batch or with its padding, though each op alone looks safe"
+    half = ids.shape[1] // 2
+    first = model(input_ids=ids[:1, :half], position_ids=positions[:1, :half], use_cache=True)
+    cache = getattr(first, "cache", None) or first.past_key_values
+    second = model(input_ids=ids[:1, half:], position_ids=positions[:1, half:], use_cache=True, cache=cache)
+    if not bits.equal(torch.cat([first.logits, second.logits], 1)[0], together[0].contiguous()):
+        return "measured here: a text's logits change with the pieces of its prefill, though each op alone looks safe"
+    return None
 
 
 # --------------------------------------------------------------------------------------------------- who calls an op
@@ -280,6 +316,12 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "safe", "computes with whole numbers, exactly"
         if self.is_portable and (name in _ROW_WISE or name in _ROUNDED_HERE or kwargs.get("alpha", 1) != 1):
             return "uncovered", "its last bit may follow the instruction set, whatever is measured on this machine"
+        if name in _PICKS:
+            is_own = len(tensors) == 2 or (len(args) > 1 and _for_rows(func, args[1:], tensors[0].ndim) is not None)
+            return ("safe", "picks an argument, exactly") if is_own else ("uncovered", "it picks among the rows of the batch")
+        if name == "index_put":
+            is_sum = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+            return ("uncovered", "adds in the order of an index") if is_sum else ("safe", "moves data, computes nothing")
         if name in _ROUNDED_ONCE:
             return "safe", "each element is rounded once, from its own arguments, whatever is around it"
         if name in _ROW_WISE:
@@ -297,6 +339,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 # -------------------------------------------------------------------------------------------------------- measurement
+_THREADS = (1, 3, 5, 7)  # a share of the work that ends in the middle of a vector shows at some of them
 _WIDE = 200_000  # elements of the largest call: enough that the work is cut among threads
 
 
@@ -314,7 +357,8 @@ def _measure(func: Any, args: Any, kwargs: Any) -> tuple[str, str]:
         return "uncovered", "it reduces over other dimensions than the last: its additions follow the batch"
     many = rows.repeat(-(-_WIDE // max(1, rows.numel())) + 1, 1)[: max(8, _WIDE // max(1, x.shape[-1])) | 1]
     try:
-        expected = _first(func(many.contiguous(), *arguments, **kwargs))
+        many = many.contiguous()
+        expected = _first(func(many, *arguments, **kwargs))
         for count in (1, 2, 3, 5, 7):
             for start in (0, len(many) // 2, len(many) - count):
                 part = many[start : start + count].clone()
@@ -322,9 +366,24 @@ def _measure(func: Any, args: Any, kwargs: Any) -> tuple[str, str]:
                     _first(func(part, *arguments, **kwargs)).contiguous(), expected[start : start + count].contiguous()
                 ):
                     return "uncovered", "measured here: a row's bits change with the rows around it"
+        if not _threads_agree(lambda: _first(func(many, *arguments, **kwargs))):
+            return "uncovered", "measured here: a row's bits change with the number of threads"
     except (RuntimeError, IndexError, TypeError) as error:
         return "uncovered", f"could not be measured row by row ({type(error).__name__})"
     return "safe", "measured on this model's values: each row has its own bits, alone and among many"
+
+
+def _threads_agree(call: Callable[[], Tensor]) -> bool:
+    """Whether a call gives the same bits on several numbers of threads; the number is given back."""
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in _THREADS:
+            torch.set_num_threads(threads)
+            results.append(call().contiguous())
+    finally:
+        torch.set_num_threads(before)
+    return all(bits.equal(results[0], result) for result in results[1:])
 
 
 def _first(result: Any) -> Tensor:

@@ -12,19 +12,20 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from detlab.coverage import Coverage, require_coverage
+from detlab.coverage import require_coverage
 from detlab.engine import session as engine
 from detlab.engine.sampling import owned_sampling, request_id, sample_token
 from detlab.engine.session import Options, Session
-from detlab.errors import UsageError
+from detlab.errors import CoverageError, DetlabError, UsageError
 
 __all__ = ["apply", "deterministic", "restore"]
 
-_vouched: weakref.WeakKeyDictionary[nn.Module, dict[str, Coverage]] = weakref.WeakKeyDictionary()
+_vouched: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 _applied: weakref.WeakKeyDictionary[nn.Module, list[ExitStack]] = weakref.WeakKeyDictionary()
 
 
@@ -54,9 +55,8 @@ def deterministic(model: nn.Module, tier: str = "invariant", *, strict: bool = T
         MachineError: this machine has no stable shape for one of its products.
     """
     with engine.applied(model, tier, options) as session, ExitStack() as stack:
-        is_whole = session.options.only is None and session.options.is_padded
-        if strict and is_whole and tier not in _vouched.setdefault(model, {}):
-            _vouched[model][tier] = require_coverage(model, tier)
+        if strict and session.is_whole:
+            _vouch(model, tier)
         if isinstance(model, GenerationMixin):
             stack.enter_context(owned_sampling(model, seed, request_ids))
         yield session
@@ -73,14 +73,41 @@ def _draw(seed: int, scores: Tensor, prompts: list[list[int]], position: int) ->
     return sample_token(scores, seed, [request_id(tokens) for tokens in prompts], [position] * len(prompts))
 
 
+def _vouch(model: nn.Module, tier: str) -> None:
+    """Requires coverage, once for a model as it stands: its modules, their forwards and their hooks.
+
+    Raises:
+        CoverageError: an op is not covered, or the model cannot be run with the tier's parts.
+    """
+    state = tuple(
+        (id(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for module in model.modules()
+        if not type(module).__module__.startswith("detlab.")  # the tier's own, made anew each time
+    )
+    if _vouched.setdefault(model, {}).get(tier) == state:
+        return
+    try:
+        require_coverage(model, tier)
+    except DetlabError:
+        raise
+    except Exception as error:  # whatever a model of another make does with parts that it does not expect
+        raise CoverageError(
+            f"{type(model).__name__} cannot be run with the parts of tier {tier!r} ({type(error).__name__}: {error}), "
+            "so the tier does not cover it."
+        ) from error
+    _vouched[model][tier] = state
+
+
 def apply(model: nn.Module, tier: str = "invariant", *, strict: bool = True, seed: int = 0,
-          request_ids: Sequence[str] | None = None) -> Session:  # fmt: skip
+          request_ids: Sequence[str] | None = None, options: Options | None = None) -> Session:  # fmt: skip
     """`deterministic` without a block: puts a model under a tier until `restore` takes it out.
 
     Args and errors are those of `deterministic`.
     """
     stack = ExitStack()
-    session = stack.enter_context(deterministic(model, tier, strict=strict, seed=seed, request_ids=request_ids))
+    session = stack.enter_context(
+        deterministic(model, tier, strict=strict, seed=seed, request_ids=request_ids, options=options)
+    )
     _applied.setdefault(model, []).append(stack)
     return session
 

@@ -284,6 +284,11 @@ TIER_HOOK = "detlab.deterministic:serving_under"
 def under_tier(model: nn.Module, condition: Condition) -> Iterator[Draw | None]:
     """The model under the condition's tier; yields what draws tokens there (None: torch's global stream)."""
     if condition.tier == "stock":
+        if "_detlab_session" in vars(model):
+            raise UsageError(
+                'the model is inside detlab.deterministic, and the condition says tier="stock": name the tier in the '
+                "condition, or leave the block."
+            )
         yield None
         return
     module, _, name = TIER_HOOK.partition(":")

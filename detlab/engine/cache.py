@@ -33,8 +33,9 @@ class Pending:
 
     def __getattr__(self, name: str) -> Any:
         raise UsageError(
-            "this cache was filled inside detlab.deterministic, and only its attention can read it. "
-            "Start a new cache for the stock model, or stay inside the context."
+            "these keys are kept for detlab's attention, and another attention asked for them. Either the cache was filled "
+            "inside detlab.deterministic and is used outside: start a new one. Or this model's attention does not go through "
+            "transformers' AttentionInterface: the tier does not cover it."
         )
 
 
@@ -57,6 +58,7 @@ class CanonicalLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.longest = longest
         self.seen = 0
         self.filled: int | Tensor = 0
+        self.real: Tensor | None = None  # bool [batch, seen]: which tokens are no padding; None where none is
 
     # ------------------------------------------------------------------------------------------- as transformers asks
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -107,7 +109,7 @@ class CanonicalLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """Forgets all tokens."""
-        self.seen, self.filled = 0, 0
+        self.seen, self.filled, self.real = 0, 0, None
         if self._keys is not None and self._values is not None:
             self._keys.zero_()
             self._values.zero_()
@@ -122,6 +124,7 @@ class CanonicalLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if bool((torch.as_tensor(filled) < 0).any()):
             raise UsageError(f"crop({tokens_to_remove}) would cut into the padding of a row; a row holds {self.filled} tokens.")
         self.filled, self.seen = filled, self.seen + tokens_to_remove
+        self.real = None if self.real is None else self.real[:, :tokens_to_remove]
 
     def _select(self, index: Tensor) -> None:
         if self._keys is not None and self._values is not None:
@@ -129,6 +132,8 @@ class CanonicalLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._values = self._values.index_select(0, index.to(self._values.device))
         if not isinstance(self.filled, int):
             self.filled = self.filled.index_select(0, index.to(self.filled.device))
+        if self.real is not None:
+            self.real = self.real.index_select(0, index.to(self.real.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in another order, as beam search asks."""
@@ -200,7 +205,9 @@ def adopt(cache: Any) -> None:
             raise UsageError(f"a cache layer of type {type(layer).__name__} is not covered by detlab.deterministic.")
     longest = 0
     if isinstance(cache, StaticCache):
-        longest = max((int(getattr(layer, "max_cache_len", 0) or 0) for layer in cache.layers), default=0)
+        # A sliding layer's length is its window; where all slide, the length asked for is not known, and the buffers grow.
+        full = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
+        longest = max((int(getattr(layer, "max_cache_len", 0) or 0) for layer in full), default=0)
     cache.layers = [CanonicalLayer(longest) for _ in cache.layers]
     if cache.layer_class_to_replicate is not None:
         cache.layer_class_to_replicate = CanonicalLayer

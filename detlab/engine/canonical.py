@@ -14,7 +14,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -204,7 +204,8 @@ class Ledger:
             known = self.measured[name]
             with suppress(TypeError):  # of another layout: measured again
                 return None if known is None else kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
-        found = measure()
+        with _unobserved():
+            found = measure()
         self.measured[name] = None if found is None else asdict(found)
         self._write()
         return found
@@ -223,6 +224,15 @@ class Ledger:
                 os.replace(name, self.path)
             except OSError:
                 Path(name).unlink(missing_ok=True)
+
+
+def _unobserved() -> Any:
+    """Measuring is no part of what a model computes: a trace that is being captured does not see it."""
+    try:
+        from torch.utils._python_dispatch import _disable_current_modes
+    except ImportError:
+        return nullcontext()
+    return _disable_current_modes()
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detlab.engine.canonical import one_thread
+from detlab.engine.watch import NoCopy
 from detlab.errors import UsageError
 
 __all__ = ["RotaryTable", "canonical_elementwise", "is_activation", "reference_elementwise"]
@@ -52,7 +53,7 @@ def is_activation(module: nn.Module) -> bool:
     return known and not isinstance(module, _WHOLE_ROWS) and next(module.parameters(), None) is None
 
 
-class RotaryTable:
+class RotaryTable(NoCopy):
     """Cosines and sines of rotary embeddings by position, computed by the model's own module in calls of one shape.
 
     They are the module's values; its call would compute a position's row with the others it is asked for, and the
@@ -74,6 +75,10 @@ class RotaryTable:
                 )
         self.original = module.forward
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def refresh(self) -> None:
+        """Forgets the tables; they are computed anew."""
+        self.tables.clear()
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As the module's forward: [batch, tokens, head size] cosines and sines in x's dtype."""

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from detlab.engine.linear import CanonicalLinear
 from detlab.engine.session import Options
+from detlab.engine.watch import NoCopy
 from detlab.errors import UsageError
 
 __all__ = ["CanonicalExperts", "CanonicalRouter", "is_experts", "is_router"]
@@ -45,7 +46,7 @@ class CanonicalExpert(nn.Module):
         return self.down(self.activation(gate) * up)
 
 
-class CanonicalExperts:
+class CanonicalExperts(NoCopy):
     """The forward of a module of stacked experts.
 
     Attributes:
@@ -58,6 +59,8 @@ class CanonicalExperts:
         Raises:
             UsageError: the experts are stored or computed in a way that is not covered.
         """
+        self.owners: list[nn.Module] = [module]
+        self._source, self._activation, self._what, self._options = module, activation, what, options
         odd = [name for name in ("is_transposed", "has_bias", "has_post_expert_norm") if getattr(module, name, False)]
         odd += [name for name in ("is_concatenated", "has_gate") if not getattr(module, name, True)]
         if odd or getattr(module, "_is_expert_parallel", False):
@@ -65,15 +68,19 @@ class CanonicalExperts:
                 f"{what}: experts of this layout ({', '.join(odd) or 'split over processes'}) are not covered by the "
                 "invariant tier; Mixtral's and Qwen's are."
             )
-        up = [
-            CanonicalLinear(weight, None, f"{what}.gate_up_proj", options.is_padded, options.block)
-            for weight in module.gate_up_proj.detach()
-        ]
-        down = [
-            CanonicalLinear(weight, None, f"{what}.down_proj", options.is_padded, options.block)
-            for weight in module.down_proj.detach()
-        ]
-        self.experts = [CanonicalExpert(u, d, activation).eval() for u, d in zip(up, down, strict=True)]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Packs the weights as they are now; the experts' modules stay."""
+        module, options = self._source, self._options
+        packed = []
+        for name in ("gate_up_proj", "down_proj"):
+            weights = getattr(module, name).detach()
+            packed.append([CanonicalLinear(w, None, f"{self._what}.{name}", options.is_padded, options.block) for w in weights])
+        if not hasattr(self, "experts"):
+            self.experts = [CanonicalExpert(u, d, self._activation).eval() for u, d in zip(*packed, strict=True)]
+        for expert, up, down in zip(self.experts, *packed, strict=True):
+            expert.up, expert.down = up, down
 
     def layers(self) -> list[CanonicalLinear]:
         """All products."""
@@ -127,14 +134,21 @@ class _CanonicalWeights(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class CanonicalRouter:
+class CanonicalRouter(NoCopy):
     """The forward of a router, its own but for the product with its weight."""
 
     def __init__(self, module: Any, what: str, options: Options) -> None:
         """Packs the router's weight."""
         self.original = module.forward
-        self.layer = CanonicalLinear(module.weight, None, what, options.is_padded, options.block)
-        self.known = {id(module.weight): self.layer}
+        self.owners: list[nn.Module] = [module]
+        self._what, self._options = what, options
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Packs the weight as it is now."""
+        weight: Any = self.owners[0].weight
+        self.layer = CanonicalLinear(weight, None, self._what, self._options.is_padded, self._options.block)
+        self.known = {id(weight): self.layer}
 
     def tune(self) -> None:
         """Looks up the rule for the number of threads now set."""

@@ -18,6 +18,7 @@ from detlab.engine.experts import CanonicalExperts, CanonicalRouter, is_experts,
 from detlab.engine.linear import CanonicalLinear, weight_of
 from detlab.engine.session import Session
 from detlab.engine.step import canonical_mask
+from detlab.engine.watch import NoCopy, version_of
 from detlab.errors import UsageError
 
 __all__ = ["install"]
@@ -52,7 +53,7 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
         if not session.wants(name, "linear"):
             return "linear", None
         linear = _Linear(module, name, session)
-        session.tunables.append(linear)
+        session.take(linear)
         return "linear", linear
     if is_experts(module):
         if not session.wants(name, "experts"):
@@ -61,7 +62,7 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
         # Its forward, not the module: the experts share it, and a trace is to see each expert's own.
         activation = canonical_elementwise(activation.forward if isinstance(activation, nn.Module) else activation)
         experts = CanonicalExperts(module, activation, name, options)
-        session.tunables.append(experts)
+        session.take(experts)
         for number, expert in enumerate(experts.experts):
             module.add_module(str(number), expert)
             session.on_undo(functools.partial(module._modules.pop, str(number)))
@@ -72,13 +73,14 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
         if not session.wants(name, "router"):
             return "router", None
         router = CanonicalRouter(module, name, options)
-        session.tunables.append(router)
+        session.take(router)
         return "router", router
     if is_activation(module):
         return "activation", canonical_elementwise(module.forward) if session.wants(name, "activation") else None
     if type(module).__name__.endswith("RotaryEmbedding") and session.wants(name, "rotary"):
         table = RotaryTable(module)
-        session.forgetters.append(table.tables.clear)
+        session.forgetters.append(table.refresh)
+        session.parts_of[module] = table
         return "rotary", table
     return "", None
 
@@ -93,34 +95,27 @@ def _release(session: Session, parameter: nn.Parameter, layers: list[CanonicalLi
         session.shelf.put(parameter)
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; 0 for one made under ``torch.inference_mode``, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-class _Linear:
-    """The forward of a linear module; its weight is packed anew when it was changed in place, or replaced."""
+class _Linear(NoCopy):
+    """The forward of a linear module."""
 
     def __init__(self, module: Any, name: str, session: Session) -> None:
         _check_linear(module, name)
         self.module, self.name, self.options = module, name, session.options
-        self._pack()
+        self.owners = [module]
+        self.refresh()
         _release(session, module.weight, [self.layer])
 
-    def _pack(self) -> None:
+    def refresh(self) -> None:
+        """Packs the weight as it is now."""
         self.layer = CanonicalLinear(
             weight_of(self.module), self.module.bias, self.name, self.options.is_padded, self.options.block
         )
-        self.weight, self.version = self.module.weight, version_of(self.module.weight)
 
     def tune(self) -> None:
         """Looks up the rule for the number of threads now set."""
         self.layer.tune()
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name under which nn.Linear takes it
-        weight = self.module.weight
-        if weight is not self.weight or version_of(weight) != self.version:
-            self._pack()
         return self.layer(input)
 
 
@@ -132,7 +127,7 @@ def _check_linear(module: Any, name: str) -> None:
         )
 
 
-class _Group:
+class _Group(NoCopy):
     """Linear siblings that are given the same tensor one after the other: one product computes all of them.
 
     The first that is called computes, the others find their part. A part is handed out once, to the thread that computed it.
@@ -142,17 +137,18 @@ class _Group:
         self.modules, self.name, self.options = modules, name, session.options
         self.sizes = [module.out_features for module in modules]
         self.ready = threading.local()
-        self._pack()
+        self.owners: list[nn.Module] = list(modules)
+        self.refresh()
         for module in modules:
             _release(session, cast(nn.Parameter, module.weight), [self.layer])
 
-    def _pack(self) -> None:
+    def refresh(self) -> None:
+        """Packs the weights as they are now."""
+        self.ready.__dict__.clear()
         weight = torch.cat([module.weight.detach() for module in self.modules])
         biases: list[Any] = [module.bias for module in self.modules]
         bias = None if biases[0] is None else torch.cat(biases).detach()
         self.layer = CanonicalLinear(weight, bias, self.name, self.options.is_padded, self.options.block)
-        self.weights = [module.weight for module in self.modules]
-        self.versions = [version_of(weight) for weight in self.weights]
 
     def tune(self) -> None:
         """Looks up the rule for the number of threads now set."""
@@ -168,10 +164,6 @@ class _Group:
             if not ready.left:
                 ready.x = None  # an activation is not kept alive for nothing
             return part
-        for module, weight, version in zip(self.modules, self.weights, self.versions, strict=True):
-            if module.weight is not weight or version_of(weight) != version:
-                self._pack()
-                break
         parts: list[Tensor | None] = list(self.layer(x).split(self.sizes, -1))  # type: ignore[no-untyped-call]
         mine, parts[index] = parts[index], None
         ready.x, ready.version, ready.parts, ready.left = x, version_of(x), parts, len(parts) - 1
@@ -196,7 +188,7 @@ def _groups(session: Session, model: PreTrainedModel) -> dict[str, tuple[_Group,
             if len({(m.in_features, m.bias is None, m.weight.dtype) for m in linears}) > 1:
                 continue
             group = _Group(linears, f"{name}.{'+'.join(siblings)}", session)
-            session.tunables.append(group)
+            session.take(group)
             found |= {n: (group, place) for place, n in enumerate(names)}
     return found
 

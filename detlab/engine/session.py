@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,12 +25,14 @@ from transformers.cache_utils import DynamicCache
 from detlab.engine.cache import adopt
 from detlab.engine.shelf import Shelf
 from detlab.engine.step import Step
+from detlab.engine.watch import NoCopy, Watch, token_count
 from detlab.errors import UsageError
 
 __all__ = ["TIERS", "Options", "Session", "applied", "apply", "restore", "session_of"]
 
 #: The tiers, and the module whose ``install(session, model)`` puts each in.
 TIERS = {"invariant": "detlab.engine.invariant", "exact": "detlab.engine.exact.install"}
+_MARK = "_detlab_session"
 _CACHES = ("cache", "past_key_values")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,8 +56,17 @@ class Options:
     release: bool = True
 
 
-class Tunable(Protocol):
-    """A part whose rules depend on the number of threads."""
+class Refreshable(Protocol):
+    """A part that was made from a module's parameters or buffers."""
+
+    def refresh(self) -> None:
+        """Makes it anew."""
+
+
+class Part(Refreshable, Protocol):
+    """A part made from the weights of some modules, with rules that depend on the number of threads."""
+
+    owners: list[nn.Module]
 
     def tune(self) -> None:
         """Looks up the rules for the number of threads now set."""
@@ -74,13 +86,21 @@ class Session:
         self.model = weakref.ref(model)
         self.tier, self.options = tier, options
         self.parts: dict[str, str] = {}
-        self.tunables: list[Tunable] = []
+        self.tunables: list[Part] = []
+        self.parts_of: dict[nn.Module, Refreshable] = {}
+        self.watch: Watch | None = None
+        self.calls = threading.local()
         self.forgetters: list[Callable[[], None]] = []
         self.wrappers: list[Callable[[Callable[..., Any]], Callable[[], None]]] = []
         self.shelf = Shelf() if options.release else None
         self.threads = torch.get_num_threads()
         self.depth = 0
         self._undo: list[Callable[[], Any]] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parts are in, as they vouch for the bits."""
+        return self.options.only is None and self.options.is_padded
 
     def wants(self, name: str, kind: str) -> bool:
         """Whether a part was asked for."""
@@ -96,6 +116,28 @@ class Session:
         module.forward = forward
         self.on_undo(lambda: vars(module).pop("forward", None) and None)
         self.parts[name] = kind
+
+    def take(self, part: Part) -> None:
+        """Keeps a part, to tune it when the number of threads changes and to refresh it when its modules do."""
+        self.tunables.append(part)
+        self.parts_of |= {module: part for module in part.owners}
+
+    def keep_up(self, is_thorough: bool) -> None:
+        """Sees to it that the parts are those of the model as it is now.
+
+        Raises:
+            UsageError: the model was changed in a way that parts cannot follow.
+        """
+        model = self.model()
+        if self.watch is None or model is None:
+            return
+        changed = self.watch.changed(model, is_thorough)
+        if changed and self.tier != "invariant":
+            raise UsageError(
+                "the model's weights were changed inside detlab.deterministic. Leave the block, then enter it again."
+            )
+        for part in {id(part): part for module, part in self.parts_of.items() if module in changed}.values():
+            part.refresh()
 
     def on_undo(self, action: Callable[[], Any]) -> None:
         """Remembers what takes a part out again."""
@@ -164,6 +206,8 @@ def apply(model: nn.Module, tier: str = "invariant", options: Options | None = N
     if tier not in TIERS:
         raise UsageError(f"tier={tier!r} is not known; choose from {', '.join(TIERS)}.")
     options = Options() if options is None else options
+    if not isinstance(options, Options):
+        raise UsageError(f"options must be detlab.engine.session.Options; got {options!r}.")
     with _lock:
         session = _sessions.get(model)
         if session is not None:
@@ -183,6 +227,9 @@ def apply(model: nn.Module, tier: str = "invariant", options: Options | None = N
                     if isinstance(module, PreTrainedModel):
                         session.replace(module, name, "model", _guarded(session, module))
                 importlib.import_module(TIERS[tier]).install(session, model)
+                session.watch = Watch(model)
+            vars(model)[_MARK] = NoCopy()
+            session.on_undo(functools.partial(vars(model).pop, _MARK, None))
         except BaseException:
             session.undo()
             raise
@@ -216,7 +263,10 @@ def applied(model: nn.Module, tier: str = "invariant", options: Options | None =
 
 def _check(model: nn.Module) -> None:
     if not isinstance(model, PreTrainedModel):
-        raise UsageError(f"a tier needs a transformers model; got {type(model).__name__}.")
+        raise UsageError(
+            f"a tier needs a transformers model; got {type(model).__name__}. Of a wrapped model (compiled, PEFT) give the one "
+            "inside (model._orig_mod, model.get_base_model())."
+        )
     if model.training:
         raise UsageError("the model is in training mode, where dropout makes every call another one. Call model.eval().")
     parameters = list(model.parameters())
@@ -228,6 +278,9 @@ def _check(model: nn.Module) -> None:
     devices = {p.device for p in parameters}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise UsageError(f"the tier covers a model on one CPU or CUDA device; this one is on {', '.join(map(str, devices))}.")
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None or not model.can_generate():
+        raise UsageError(f"{type(model).__name__} makes no tokens; the tier covers causal language models, with their heads.")
     if model.config.is_encoder_decoder:
         raise UsageError(f"{type(model).__name__} is an encoder-decoder; the tier covers decoder-only language models.")
 
@@ -235,15 +288,26 @@ def _check(model: nn.Module) -> None:
 def _guarded(session: Session, module: Any) -> Callable[..., Any]:
     """The forward of a whole model: refuses a call that the tier does not cover, sees to its cache, computes no gradients."""
     original = module.forward
+    names = [p.name for p in inspect.signature(original).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        _check_call(module)
-        session.tune()
-        with torch.no_grad():
-            if "attention" in session.parts:
-                kwargs = _with_cache(module, _with_plain_mask(kwargs))
-            return original(*args, **kwargs)
+        is_outermost = not getattr(session.calls, "depth", 0)
+        if is_outermost:
+            _check_call(module)
+            with _lock:
+                session.tune()
+                session.keep_up(is_thorough=token_count(args, kwargs) > 1)
+        session.calls.depth = getattr(session.calls, "depth", 0) + 1
+        try:
+            with torch.no_grad():
+                if "attention" in session.parts:
+                    kwargs |= dict(zip(names, args, strict=False))
+                    args = args[len(names) :]
+                    kwargs = _with_cache(module, _with_plain_mask(kwargs))
+                return original(*args, **kwargs)
+        finally:
+            session.calls.depth -= 1
 
     return forward
 

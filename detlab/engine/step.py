@@ -51,29 +51,39 @@ class Step:
         self.after: int | Tensor = offset + tokens
         self._positions: Tensor | None = None
         self._padding: Tensor | None = None
-        if mask is not None and not bool(mask.all()):
-            self._lay_out(mask, batch, tokens, offset)
-        else:
-            self.slots_needed = offset + tokens
+        self._offset = offset
+        self._vouched: Tensor | None = None
+        self.real: Tensor | None = None
+        self.slots_needed = offset + tokens
+        if mask is not None:
+            if mask.shape[0] != batch or mask.shape[1] < offset + tokens:
+                raise UsageError(
+                    f"attention_mask must cover {batch} rows and {offset} cached and {tokens} new tokens; "
+                    f"got {list(mask.shape)}."
+                )
+            mask = mask[:, : offset + tokens]
+            if not bool(mask.all()):
+                self.real = mask
+                self._lay_out(mask, batch, offset)
 
     @property
     def _start(self) -> int:
         """The slot of the first new token, where all rows agree on it."""
         return self.before if isinstance(self.before, int) else 0
 
-    def _lay_out(self, mask: Tensor, batch: int, tokens: int, offset: int) -> None:
-        if mask.shape[0] != batch or mask.shape[1] < offset + tokens:
+    def _lay_out(self, mask: Tensor, batch: int, offset: int) -> None:
+        if self.window is not None and bool(((mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0] > 1).any()):
             raise UsageError(
-                f"attention_mask must cover {batch} rows and {offset} cached and {tokens} new tokens; got {list(mask.shape)}."
+                "attention_mask has zeros between ones, and this model's attention is a sliding window, which counts them: "
+                "the tier does not cover that. Pad on one side only."
             )
-        mask = mask[:, : offset + tokens]
         counts = mask.cumsum(1)
         new, real = counts[:, offset:], mask[:, offset:]
         before = counts[:, offset - 1] if offset else counts.new_zeros(batch)
         longest = int(counts[:, -1].max())
         if bool(real.all()) and bool((before == before[0]).all()):
             self.before = int(before[0])
-            self.after = self.before + tokens
+            self.after = self.before + self.tokens
             self.slots_needed = longest
             return
         self.before, self.after = before, counts[:, -1]
@@ -105,20 +115,26 @@ class Step:
                 new_keys, new_values = (t.masked_fill(self._padding, 0) for t in (new_keys, new_values))
             keys.transpose(1, 2)[rows, self.slots] = new_keys.transpose(1, 2)
             values.transpose(1, 2)[rows, self.slots] = new_values.transpose(1, 2)
-        layer.filled = self.after
+        layer.filled, layer.real = self.after, self.real
 
     def _check(self, layer: CanonicalLayer) -> None:
         """The mask must tell the same of the cached tokens as the masks under which they were stored."""
-        if layer.filled is self.before:
+        if layer.real is None and self.real is None and layer.filled == self.before:
             return
-        if isinstance(layer.filled, int) and isinstance(self.before, int):
-            same = layer.filled == self.before
+        if layer.real is not None and layer.real is self._vouched:  # the layers of a cache share it
+            return
+        ours = None if self.real is None else self.real[:, : self._offset]
+        if layer.real is None:
+            same = ours is None or bool(ours.all())
         else:
-            same = bool((torch.as_tensor(layer.filled) == torch.as_tensor(self.before)).all())
-        if not same:
+            same = ours is not None and torch.equal(ours, layer.real)
+        if same:
+            self._vouched = layer.real
+        else:
             raise UsageError(
-                f"the attention mask counts {_words(self.before)} tokens in the cache, which holds {_words(layer.filled)}: "
-                "pass attention_mask with the padding of earlier calls, as generate does."
+                "attention_mask says other of the cached tokens than when they were stored: it counts "
+                f"{_words(self.before)}, the cache holds {_words(layer.filled)}. Pass attention_mask with the padding of "
+                "earlier calls, as generate does."
             )
 
     def mask(self, first: int, last: int, keys: int, copies: int, spare: int = 0) -> Tensor:

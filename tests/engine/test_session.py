@@ -186,7 +186,7 @@ def test_a_cache_from_inside_is_refused_outside(model):
     for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=40)):
         with detlab.deterministic(model):
             logits(model, cache=cache)
-        with pytest.raises(UsageError, match="filled inside detlab.deterministic.*Start a new cache"):
+        with pytest.raises(UsageError, match="filled inside detlab.deterministic.*start a new one"):
             logits(model, cache=cache)
 
 
