@@ -30,6 +30,12 @@ UNSTABLE = re.compile(r"\d\.\d|\be-?\d\d|\bULP\b|\bms\b|\bseconds\b|\btoken\b", 
 WRONG_ANSWERS = {
     "00-start-here": ['"batch_size=4"', "[1.0, 2.0, 3.0]", "2.0"],
     "01-addition-is-not-associative": ["1024", "chain", "0"],
+    "02-batch-size": ["(24, 3)", "-1", "lambda waiting: waiting - 1"],
+    "03-padding-cache-and-chunks": [
+        "lambda mask: torch.arange(5).expand(3, 5)",
+        "16",
+        "lambda numbers, count: numbers.sum(1) + count",
+    ],
     "08-deterministic-engine": ["1000", '"tier=invariant,batch_size=2,padding_side=left"', '["anna", "anna"]'],
 }
 
