@@ -227,7 +227,7 @@ _options_now: ContextVar[Options | None] = ContextVar("_options_now", default=No
 
 @contextmanager
 def serving_parts(model: nn.Module, tier: str, seed: int) -> Iterator[Draw | None]:
-    """Puts some of a tier in, within `_putting_in`, where the runner asks for the tier. Tokens are drawn as stock draws them."""
+    """Puts some of a tier in where the runner asks for it, within `_putting_in`. Tokens are drawn as stock draws them."""
     options = _options_now.get()
     if options is None:  # a run of another thread
         with serving_under(model, tier, seed) as draw:
