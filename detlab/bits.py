@@ -277,7 +277,8 @@ def project_named_columns(grid: Tensor, column_ids: Tensor, visible: Tensor) -> 
         return out
     bits = int_view(grid)
     if bits.element_size() == 8:
-        halves = bits.contiguous().view(torch.int32).reshape(num_rows, width, num_columns, 2)
+        # Flat: a dimension of size 1 may keep an odd stride through contiguous(), which view refuses.
+        halves = bits.reshape(-1).contiguous().view(torch.int32).reshape(num_rows, width, num_columns, 2)
         low = project_named_columns(halves[..., 0], column_ids, visible)
         return low * 3 + project_named_columns(halves[..., 1], column_ids, visible) * 5
     bits = bits.to(torch.int32)

@@ -36,6 +36,7 @@ WRONG_ANSWERS = {
         "16",
         "lambda numbers, count: numbers.sum(1) + count",
     ],
+    "06-sampling-and-seeds": ["1.0", "lambda seed, request, position: 0.5", "lambda logits, u: logits.argmax(-1)"],
     "08-deterministic-engine": ["1000", '"tier=invariant,batch_size=2,padding_side=left"', '["anna", "anna"]'],
 }
 

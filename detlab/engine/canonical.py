@@ -8,6 +8,7 @@ reference: the same kernel on one thread, on tiles of one granule of rows. What 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -18,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ from torch import Tensor
 from detlab import bits
 from detlab.environment import cache_dir, environment
 
-__all__ = ["Ledger", "RowRule", "draw", "find_row_rule", "ledger", "one_thread", "pad_rows"]
+__all__ = ["Ledger", "RowRule", "draw", "find_row_rule", "ledger", "one_thread", "pad_rows", "unobserved"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _FORMAT = 4  # raise it when what is measured, or how, changes: older measurements are then made again
 MOST_ROWS = 2048  # more rows than were measured at once are computed in pieces
 
@@ -224,6 +227,17 @@ class Ledger:
                 os.replace(name, self.path)
             except OSError:
                 Path(name).unlink(missing_ok=True)
+
+
+def unobserved(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose ops a trace does not see: what it makes is kept, so that only its first call would show any."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _unobserved():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _unobserved() -> Any:

@@ -16,6 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from detlab.engine.canonical import unobserved
+
 __all__ = ["BITS", "DIGITS", "LEAST", "MOST_TERMS", "Rows", "pow2", "rows_of", "signed", "weight_digits"]
 
 DIGITS = 4
@@ -28,6 +30,7 @@ _OFFSET = 64 * (1 + 128 + 128**2 + 128**3)  # makes every digit of q + _OFFSET o
 
 
 @lru_cache(maxsize=8)
+@unobserved
 def _cutters(device: torch.device) -> tuple[Tensor, Tensor]:
     """What cuts the digits out of a number: shifts, and the masks after them."""
     shifts = torch.tensor([21, 14, 7, 0], dtype=torch.int32, device=device).view(DIGITS, 1, 1)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import activations
 
+from detlab.engine.canonical import unobserved
 from detlab.engine.exact.linear import rounded
 from detlab.errors import UsageError
 
@@ -36,6 +37,7 @@ _LIMIT = 1000.0 * STEPS  # what lies outside is as good as 0 or infinity
 
 
 @lru_cache(maxsize=1)
+@unobserved
 def powers() -> tuple[float, ...]:
     """2**(j / 1024) for j = 0..1023, rounded to float64 from 40 digits."""
     with decimal.localcontext(prec=40):
@@ -43,6 +45,7 @@ def powers() -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=16)
+@unobserved
 def _table(shift: int, device: torch.device) -> Tensor:
     """The bits of 2**(j / 1024 + shift) less j << 42, so that adding n << 42 gives those of 2**(n / 1024 + shift)."""
     bits = torch.tensor(powers(), dtype=torch.float64).view(torch.int64)

@@ -23,6 +23,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from detlab.engine.canonical import unobserved
 from detlab.engine.exact.digits import DIGITS, MOST_TERMS, pow2, rows_of, signed, weight_digits
 from detlab.errors import UsageError
 
@@ -121,6 +122,7 @@ def float_products(digits: Tensor, weight: Sequence[Tensor]) -> Tensor:
 
 
 @lru_cache(maxsize=8)
+@unobserved
 def _places(device: torch.device) -> Tensor:
     """What a digit is worth, float64 [1, 4]."""
     return torch.tensor([[128.0**3, 128.0**2, 128.0, 1.0]], dtype=torch.float64, device=device)

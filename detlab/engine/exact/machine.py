@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from detlab.engine.canonical import unobserved
 from detlab.engine.exact.digits import DIGITS
 from detlab.engine.exact.linear import KERNELS, ExactLinear, Prepared
 from detlab.errors import MachineError, UsageError
@@ -85,6 +86,7 @@ def check_arithmetic(device: torch.device | str = "cpu") -> None:
 
 
 @lru_cache(maxsize=64)
+@unobserved
 def _seconds(kernel: str, device: torch.device, threads: int) -> float:
     digits, weight = _extremes(16, 512, 1).to(device), _extremes(256, 512, 2).to(device)
     layer = _layer(weight, kernel)
@@ -98,6 +100,7 @@ def _seconds(kernel: str, device: torch.device, threads: int) -> float:
 
 
 @lru_cache(maxsize=64)
+@unobserved
 def _choice(device: torch.device, only: str | None) -> str:
     asked = [only] if only else list(KERNELS if device.type == "cpu" else KERNELS[-1:])
     exact = [kernel for kernel in asked if is_exact(kernel, device)]

@@ -116,6 +116,7 @@ class _Wide:
         self.module, self.name, self.plus = module, name, plus
         self.seen: tuple[Any, int] | None = None
         self.made: Tensor | None = None
+        self()  # once before the first call, which a trace sees
 
     def __call__(self) -> Tensor | None:
         given = getattr(self.module, self.name)
