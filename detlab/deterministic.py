@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -62,11 +63,25 @@ def deterministic(model: nn.Module, tier: str = "invariant", *, strict: bool = T
         yield session
 
 
+_options_of_runs: ContextVar[Options | None] = ContextVar("detlab_options_of_runs", default=None)
+
+
 @contextmanager
-def serving_under(model: nn.Module, tier: str, seed: int) -> Iterator[Callable[..., Tensor]]:
+def options_of_runs(options: Options) -> Iterator[None]:
+    """Runs whose condition names a tier get it with these options, for the length of a block and in this thread."""
+    token = _options_of_runs.set(options)
+    try:
+        yield
+    finally:
+        _options_of_runs.reset(token)
+
+
+@contextmanager
+def serving_under(model: nn.Module, tier: str, seed: int) -> Iterator[Callable[..., Tensor] | None]:
     """`deterministic` for the runner's own loop: yields what draws tokens from (seed, prompt, position)."""
-    with deterministic(model, tier, seed=seed):
-        yield partial(_draw, seed)
+    options = _options_of_runs.get()
+    with deterministic(model, tier, seed=seed, strict=options is None, options=options):
+        yield partial(_draw, seed) if options is None else None  # single parts leave the drawing to torch
 
 
 def _draw(seed: int, scores: Tensor, prompts: list[list[int]], position: int) -> Tensor:

@@ -6,15 +6,13 @@ import html
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from detlab import serving
 from detlab.condition import Condition
-from detlab.deterministic import deterministic, serving_under
+from detlab.deterministic import options_of_runs
 from detlab.engine import session as engine
 from detlab.engine.session import Options
 from detlab.environment import Environment, environment
@@ -23,7 +21,7 @@ from detlab.remedies.attempt import prepared
 from detlab.remedies.remedy import Plan
 from detlab.remedies.serve import Served, serve_here
 from detlab.runner import Progress
-from detlab.serving import Draw, served_model
+from detlab.serving import served_model
 
 __all__ = ["MinimalFix", "Part", "ddmin", "minimal_fix"]
 
@@ -222,33 +220,6 @@ def _options(parts: frozenset[Part]) -> Options:
     return Options(only=lambda name, kind: Part(name, kind) in parts)
 
 
-_options_now: ContextVar[Options | None] = ContextVar("_options_now", default=None)
-
-
-@contextmanager
-def serving_parts(model: nn.Module, tier: str, seed: int) -> Iterator[Draw | None]:
-    """Puts some of a tier in where the runner asks for it, within `_putting_in`. Tokens are drawn as stock draws them."""
-    options = _options_now.get()
-    if options is None:  # a run of another thread
-        with serving_under(model, tier, seed) as draw:
-            yield draw
-        return
-    with deterministic(model, tier, strict=False, seed=seed, options=options):
-        yield None
-
-
-@contextmanager
-def _putting_in(options: Options) -> Iterator[None]:
-    """Conditions of a tier get these parts of it, for the length of a block."""
-    hook, token = serving.TIER_HOOK, _options_now.set(options)
-    serving.TIER_HOOK = f"{__name__}:{serving_parts.__name__}"
-    try:
-        yield
-    finally:
-        serving.TIER_HOOK = hook
-        _options_now.reset(token)
-
-
 class _Search:
     """Runs the pair under sets of parts, and remembers."""
 
@@ -262,7 +233,7 @@ class _Search:
     def _served(self, parts: frozenset[Part], conditions: Sequence[Condition]) -> list[Served]:
         if not parts:
             return serve_here(self.model, self.inputs, conditions, self.new_tokens, Plan(()), False)
-        with _putting_in(_options(parts)):
+        with options_of_runs(_options(parts)):
             under = [replace(condition, tier=self.tier) for condition in conditions]
             return serve_here(self.model, self.inputs, under, self.new_tokens, Plan(()), False)
 
