@@ -2,7 +2,7 @@
 
 >>> import detlab
 >>> sorted(detlab.__all__)[:3]
-['Certificate', 'Comparison', 'Condition']
+['Bench', 'Certificate', 'Comparison']
 
 Importing it changes nothing; names are loaded when they are first used.
 """
