@@ -90,6 +90,7 @@ class Session:
         self.parts_of: dict[nn.Module, Refreshable] = {}
         self.watch: Watch | None = None
         self.calls = threading.local()
+        self._made_once: dict[str, nn.Module] = {}
         self.forgetters: list[Callable[[], None]] = []
         self.wrappers: list[Callable[[Callable[..., Any]], Callable[[], None]]] = []
         self.shelf = Shelf() if options.release else None
@@ -116,6 +117,8 @@ class Session:
         module.forward = forward
         self.on_undo(lambda: vars(module).pop("forward", None) and None)
         self.parts[name] = kind
+        if kind in ("experts", "router", "rotary"):  # other parts read their parameters, or see that they changed
+            self._made_once[name] = module
 
     def take(self, part: Part) -> None:
         """Keeps a part, to tune it when the number of threads changes and to refresh it when its modules do."""
@@ -132,10 +135,9 @@ class Session:
         if self.watch is None or model is None:
             return
         changed = self.watch.changed(model, is_thorough)
-        if changed and self.tier != "invariant":
-            raise UsageError(
-                "the model's weights were changed inside detlab.deterministic. Leave the block, then enter it again."
-            )
+        lost = [name for name, module in self._made_once.items() if module in changed and module not in self.parts_of]
+        if lost:
+            raise UsageError(f"{lost[0]} was changed inside detlab.deterministic. Leave the block, then enter it again.")
         for part in {id(part): part for module, part in self.parts_of.items() if module in changed}.values():
             part.refresh()
 
