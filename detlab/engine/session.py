@@ -12,6 +12,7 @@ import importlib
 import inspect
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,10 @@ class Session:
         self.threads = torch.get_num_threads()
         self.depth = 0
         self._undo: list[Callable[[], Any]] = []
+
+    def __repr__(self) -> str:
+        counts = Counter(self.parts.values())
+        return f"Session({self.tier}: {', '.join(f'{count} {kind}' for kind, count in counts.items())})"
 
     @property
     def is_whole(self) -> bool:
