@@ -37,7 +37,9 @@ def deterministic(model: nn.Module, tier: str = "invariant", *, strict: bool = T
 
     Covered are ``generate`` (greedy, sampling, beams), prefill in any chunks, dynamic and static caches, and direct calls of
     the model with a 2D attention mask (with padding on the left, give ``position_ids`` too, as ``generate`` does: the stock
-    model would count the padding as positions, and so does this one). Gradients are not computed. Sampling draws from (seed, request, position), so a
+    model would count the padding as positions, and so does this one). Gradients are not computed.
+
+    Sampling draws from (seed, request, position), so a
     sampled text does not depend on the batch either. Inside another block of the same model and tier this one changes
     nothing but the sampling; another tier is refused. The block counts for the model, in all threads.
 

@@ -12,7 +12,7 @@ from detlab.errors import UsageError
 
 __all__ = ["NoCopy", "Watch", "version_of"]
 
-_SAMPLES = 8  # elements of each tensor that are looked at; reading more would bring back pages that were put aside
+_SAMPLES = 16  # elements of each tensor that are looked at, side by side: others would bring back pages that were put aside
 
 
 def version_of(tensor: Tensor) -> int:
@@ -49,7 +49,8 @@ class _Seen:
 
 def _sample(tensor: Tensor) -> Tensor:
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].clone()
+    middle = max(0, flat.numel() // 2 - _SAMPLES)
+    return flat[middle : middle + _SAMPLES].clone()
 
 
 class Watch:
