@@ -220,7 +220,7 @@ def _batch(model: Any) -> tuple[Tensor, Tensor]:
 
 def _compare_rows(model: Any) -> str | None:
     """Judges the whole: what moves rows, as an op, may mix them, as a model. None where each row's logits are its own."""
-    ids, mask = _batch(model)
+    ids, mask = (t[:2, :21] for t in _batch(model))  # few: with a large vocabulary, logits are what takes memory
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     together = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     for row in range(len(ids)):
