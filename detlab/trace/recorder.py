@@ -22,6 +22,15 @@ from detlab.trace.live import Live, LiveTensors, Modules, tensors_in, version_of
 from detlab.trace.plans import OpInfo, Plan, shared_plans
 from detlab.trace.records import OpRecord, Trace
 
+# Attention's kernels also return what a backward pass needs (the softmax's log-sum-exp, random states). No forward pass reads
+# it, and it may differ where the attention does not: it is no part of what the model computes.
+_ONE_RESULT = frozenset(
+    f"_scaled_dot_product_{kind}"
+    for kind in (
+        "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable",
+    )
+)  # fmt: skip
+
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every op of a model's calls into ``trace``."""
@@ -97,6 +106,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._live.note_writes(info, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
+        if info.name in _ONE_RESULT:
+            outputs = outputs[:1]
         if outputs:
             plan = self._plans.find(info, key, args, kwargs or {}, outputs, self._live.layout_of)
             self._record(info, plan, args, inputs, outputs)
