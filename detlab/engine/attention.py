@@ -18,7 +18,7 @@ from torch import Tensor
 from detlab import bits
 from detlab.engine.cache import BLOCK, CanonicalLayer, Pending
 from detlab.engine.canonical import draw, ledger, name_of, one_thread
-from detlab.engine.step import Step
+from detlab.engine.step import Step, checked_step
 from detlab.errors import MachineError, UsageError
 
 __all__ = ["AttentionRule", "attention_rule", "canonical_attention", "reference_attention", "unpadded_attention"]
@@ -261,9 +261,6 @@ class _Probe:
 
 
 # ------------------------------------------------------------------------------------------------------ the attention
-_UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
-
-
 def canonical_attention(module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
                         dropout: float = 0.0, _is_unpadded: bool = False, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
     """The attention that transformers calls: stores the new keys and values, and attends in canonical shapes.
@@ -280,8 +277,7 @@ def canonical_attention(module: Any, query: Tensor, key: Any, value: Any, attent
     Returns:
         [batch, tokens, heads, size], and no weights.
     """
-    _check(module, attention_mask, dropout, kwargs)
-    step: Step = attention_mask
+    step = checked_step(module, attention_mask, dropout, kwargs)
     layer, new_keys, new_values = (
         (key.layer, key.keys, value.values) if isinstance(key, Pending) else (CanonicalLayer(), key, value)
     )
@@ -304,28 +300,6 @@ def canonical_attention(module: Any, query: Tensor, key: Any, value: Any, attent
 def unpadded_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """`canonical_attention` in the shapes that come, whatever the bits: the price of invariance is the difference."""
     return canonical_attention(*args, **kwargs | {"_is_unpadded": True})
-
-
-def _check(module: Any, step: Any, dropout: float, kwargs: dict[str, Any]) -> None:
-    if not isinstance(step, Step):
-        found = (
-            "no mask"
-            if step is None
-            else f"a mask of shape {list(step.shape)}"
-            if isinstance(step, Tensor)
-            else type(step).__name__
-        )
-        raise UsageError(
-            f"{type(module).__name__}: inside detlab.deterministic attention is causal, with a 2D attention_mask of ones and "
-            f"zeros; got {found}. Masks of another form are not covered."
-        )
-    if dropout:
-        raise UsageError("attention dropout is on: the engine computes in eval mode. Call model.eval().")
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise UsageError(f"{type(module).__name__}: attention with {name} is not covered by the invariant tier.")
-    if kwargs.get("output_attentions"):
-        raise UsageError("output_attentions is not available inside detlab.deterministic: the kernel does not return weights.")
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, step: Step, rule: AttentionRule, scale: float | None) -> Tensor:

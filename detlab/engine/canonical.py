@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -260,8 +259,3 @@ def name_of(what: str, dtype: torch.dtype, *sizes: int, device: torch.device | s
     kind = torch.device(device).type
     where = f"threads={torch.get_num_threads()}" if kind == "cpu" else kind
     return f"{what} {str(dtype).removeprefix('torch.')} {'x'.join(map(str, sizes))} {where}"
-
-
-def lanes(count: int, granule: int = 32) -> int:
-    """The next multiple of a granule."""
-    return math.ceil(count / granule) * granule

@@ -9,17 +9,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from detlab.engine.attention import canonical_attention, unpadded_attention
 from detlab.engine.elementwise import RotaryTable, canonical_elementwise, is_activation
 from detlab.engine.experts import CanonicalExperts, CanonicalRouter, is_experts, is_router
+from detlab.engine.install import SIBLINGS, check_linear, install_attention, release
 from detlab.engine.linear import CanonicalLinear, weight_of
 from detlab.engine.session import Session
-from detlab.engine.step import canonical_mask
 from detlab.engine.watch import NoCopy, version_of
-from detlab.errors import UsageError
 
 __all__ = ["install"]
 
@@ -41,7 +40,9 @@ def install(session: Session, model: PreTrainedModel) -> None:
         if part is not None:
             session.replace(module, name, kind, part)
     if session.wants("", "attention"):
-        _install_attention(session, model)
+        is_padded = session.options.is_padded
+        name, attention = ("detlab_invariant", canonical_attention) if is_padded else ("detlab_unpadded", unpadded_attention)
+        install_attention(session, model, name, attention)
     if session.shelf is not None:
         session.shelf.tidy()
 
@@ -66,8 +67,7 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
         for number, expert in enumerate(experts.experts):
             module.add_module(str(number), expert)
             session.on_undo(functools.partial(module._modules.pop, str(number)))
-        _release(session, module.gate_up_proj, experts.layers())
-        _release(session, module.down_proj, experts.layers())
+        _release(session, [module.gate_up_proj, module.down_proj], experts.layers())
         return "experts", experts
     if is_router(module):
         if not session.wants(name, "router"):
@@ -85,25 +85,21 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
     return "", None
 
 
-def _release(session: Session, parameter: nn.Parameter, layers: list[CanonicalLinear]) -> None:
-    """Puts a weight aside of which packed copies compute, unless another module (an embedding) reads it, too."""
-    model = session.model()
-    if session.shelf is None or model is None or any(layer.kernel != "packed" for layer in layers):
-        return
-    readers = [m for m in model.modules() if any(p is parameter for p in m.parameters(recurse=False))]
-    if all(isinstance(m, (nn.Linear, Conv1D)) or is_experts(m) for m in readers):
-        session.shelf.put(parameter)
+def _release(session: Session, parameters: list[nn.Parameter], layers: list[CanonicalLinear]) -> None:
+    """Puts weights aside whose packed copies compute; the plain kernel computes of the weight itself."""
+    if all(layer.kernel == "packed" for layer in layers):
+        release(session, parameters)
 
 
 class _Linear(NoCopy):
     """The forward of a linear module."""
 
     def __init__(self, module: Any, name: str, session: Session) -> None:
-        _check_linear(module, name)
+        check_linear(module, name, "invariant")
         self.module, self.name, self.options = module, name, session.options
         self.owners = [module]
         self.refresh()
-        _release(session, module.weight, [self.layer])
+        _release(session, [module.weight], [self.layer])
 
     def refresh(self) -> None:
         """Packs the weight as it is now."""
@@ -119,14 +115,6 @@ class _Linear(NoCopy):
         return self.layer(input)
 
 
-def _check_linear(module: Any, name: str) -> None:
-    if type(module) not in (nn.Linear, Conv1D):
-        raise UsageError(
-            f"{name} is a {type(module).__name__}, a linear layer with a product of its own; the invariant tier covers "
-            "torch's Linear and transformers' Conv1D."
-        )
-
-
 class _Group(NoCopy):
     """Linear siblings that are given the same tensor one after the other: one product computes all of them.
 
@@ -139,8 +127,7 @@ class _Group(NoCopy):
         self.ready = threading.local()
         self.owners: list[nn.Module] = list(modules)
         self.refresh()
-        for module in modules:
-            _release(session, cast(nn.Parameter, module.weight), [self.layer])
+        _release(session, [cast(nn.Parameter, module.weight) for module in modules], [self.layer])
 
     def refresh(self) -> None:
         """Packs the weights as they are now."""
@@ -171,15 +158,11 @@ class _Group(NoCopy):
         return mine
 
 
-# Siblings that models feed one tensor. It only saves calls: a sibling that is fed another tensor computes for itself.
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
 def _groups(session: Session, model: PreTrainedModel) -> dict[str, tuple[_Group, int]]:
     """Module name -> its group, and its place there."""
     found: dict[str, tuple[_Group, int]] = {}
     for name, parent in model.named_modules():
-        for siblings in _SIBLINGS:
+        for siblings in SIBLINGS:
             modules = [getattr(parent, sibling, None) for sibling in siblings]
             names = [f"{name}.{sibling}" for sibling in siblings]
             if any(type(m) is not nn.Linear for m in modules) or not all(session.wants(n, "linear") for n in names):
@@ -191,31 +174,3 @@ def _groups(session: Session, model: PreTrainedModel) -> dict[str, tuple[_Group,
             session.take(group)
             found |= {n: (group, place) for place, n in enumerate(names)}
     return found
-
-
-# ---------------------------------------------------------------------------------------------------------- attention
-_PADDED, _UNPADDED = "detlab_invariant", "detlab_unpadded"
-_KERNELS = {_PADDED: canonical_attention, _UNPADDED: unpadded_attention}
-
-
-def _install_attention(session: Session, model: PreTrainedModel) -> None:
-    name = _PADDED if session.options.is_padded else _UNPADDED
-    _register(name, lambda call: call)
-    configs: dict[int, Any] = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    for config in configs.values():
-        before = getattr(config, "_attn_implementation_internal", None)
-        config._attn_implementation = name
-        session.on_undo(functools.partial(setattr, config, "_attn_implementation_internal", before))
-    session.wrappers.append(functools.partial(_register, name))
-    session.parts["attention"] = "attention"
-
-
-def _register(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Registers the attention and its mask, wrapped; returns what registers them unwrapped."""
-    AttentionInterface.register(name, wrap(_KERNELS[name]))
-    AttentionMaskInterface.register(name, wrap(canonical_mask))
-
-    def undo() -> None:
-        _register(name, lambda call: call)
-
-    return undo

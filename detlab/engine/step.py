@@ -13,7 +13,7 @@ from transformers.masking_utils import causal_mask_function
 from detlab.engine.cache import CanonicalLayer
 from detlab.errors import UsageError
 
-__all__ = ["Step", "canonical_mask"]
+__all__ = ["Step", "canonical_mask", "checked_step"]
 
 _HIDDEN = float("-inf")
 
@@ -46,7 +46,7 @@ class Step:
         self.tokens, self.window, self.dtype, self.device = tokens, window, dtype, device
         self.given = mask
         self.slots: Tensor | None = None
-        self._masks: dict[tuple[int, int, int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int, int, int, int], Tensor] = {}
         self.before: int | Tensor = offset
         self.after: int | Tensor = offset + tokens
         self._positions: Tensor | None = None
@@ -146,7 +146,7 @@ class Step:
             copies: heads that are folded into rows, head-major.
             spare: rows that are appended to each head's, which see everything and are read by no one.
         """
-        name = (first, last, keys, copies)
+        name = (first, last, keys, copies, spare)
         known = self._masks.get(name)
         if known is not None:
             return known
@@ -165,6 +165,32 @@ class Step:
             made = made.repeat(1, copies, 1)
         self._masks[name] = made = made[:, None]
         return made
+
+
+_UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
+
+
+def checked_step(module: Any, step: Any, dropout: float, kwargs: dict[str, Any]) -> Step:
+    """What an attention was given in place of a mask, where a tier covers the call.
+
+    Raises:
+        UsageError: the call needs another mask, dropout, weights, or something that changes the scores.
+    """
+    name = type(module).__name__
+    if not isinstance(step, Step):
+        shape = f"a mask of shape {list(step.shape)}" if isinstance(step, Tensor) else type(step).__name__
+        raise UsageError(
+            f"{name}: inside detlab.deterministic attention is causal, with a 2D attention_mask of ones and zeros; got "
+            f"{'no mask' if step is None else shape}. Masks of another form are not covered."
+        )
+    if dropout:
+        raise UsageError("attention dropout is on: the engine computes in eval mode. Call model.eval().")
+    for given in _UNSUPPORTED:
+        if kwargs.get(given) is not None:
+            raise UsageError(f"{name}: attention with {given} is not covered by any tier.")
+    if kwargs.get("output_attentions"):
+        raise UsageError("output_attentions is not available inside detlab.deterministic: no weights are kept.")
+    return step
 
 
 def _words(count: int | Tensor) -> str:
@@ -195,9 +221,9 @@ def canonical_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
     if mask_function is not causal_mask_function and not _is_sliding(mask_function, local_size):
         raise UsageError(
             "this call needs an attention mask that is neither causal nor a causal sliding window (packed sequences? chunked "
-            "or bidirectional attention? position_ids that do not count up, without attention_mask?); the invariant tier "
-            "does not cover it."
+            "or bidirectional attention? position_ids that do not count up, without attention_mask?); no tier "
+            "covers it."
         )
     if kv_offset:
-        raise UsageError("this call's keys do not start at token 0, which the invariant tier does not cover.")
+        raise UsageError("this call's keys do not start at token 0, which no tier covers.")
     return Step(batch_size, q_length, int(q_offset), attention_mask, local_size, dtype, torch.device(device))

@@ -26,7 +26,7 @@ from torch import Tensor
 from detlab.engine.cache import CanonicalLayer, Pending
 from detlab.engine.exact.functions import STEPS, UNIT, exp2_
 from detlab.engine.exact.linear import rounded
-from detlab.engine.step import Step
+from detlab.engine.step import Step, checked_step
 from detlab.errors import UsageError
 
 __all__ = ["MOST_TOKENS", "attend", "encoded", "exact_attention", "numbers", "query_bits"]
@@ -114,7 +114,6 @@ def attend(query: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, hidden: T
 
 
 # ------------------------------------------------------------------------------------------------ as transformers calls
-_UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
 
 
 def exact_attention(module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
@@ -136,7 +135,7 @@ def exact_attention(module: Any, query: Tensor, key: Any, value: Any, attention_
     Raises:
         UsageError: a mask, an option or a length that is not covered.
     """
-    step = _checked(module, attention_mask, dropout, kwargs)
+    step = checked_step(module, attention_mask, dropout, kwargs)
     layer, new_keys, new_values = (
         (key.layer, key.keys, value.values) if isinstance(key, Pending) else (CanonicalLayer(), key, value)
     )
@@ -157,23 +156,6 @@ def exact_attention(module: Any, query: Tensor, key: Any, value: Any, attention_
     factor = (size**-0.5 if scaling is None else float(scaling)) * UNIT
     out = _tiles(numbers(query, query_bits(size)), keys, values, step, factor, groups)
     return rounded(out, query.dtype), None
-
-
-def _checked(module: Any, step: Any, dropout: float, kwargs: dict[str, Any]) -> Step:
-    if not isinstance(step, Step):
-        found = "no mask" if step is None else f"a {type(step).__name__}"
-        raise UsageError(
-            f"{type(module).__name__}: inside detlab.deterministic attention is causal, with a 2D attention_mask of ones and "
-            f"zeros; got {found}. Masks of another form are not covered."
-        )
-    if dropout:
-        raise UsageError("attention dropout is on: the engine computes in eval mode. Call model.eval().")
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise UsageError(f"{type(module).__name__}: attention with {name} is not covered by the exact tier.")
-    if kwargs.get("output_attentions"):
-        raise UsageError("output_attentions is not available inside detlab.deterministic: the exact tier keeps no weights.")
-    return step
 
 
 def _tiles(query: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, step: Step, factor: float, groups: int) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from detlab.engine.elementwise import is_activation
@@ -21,14 +20,13 @@ from detlab.engine.exact.machine import choose_kernel
 from detlab.engine.exact.norms import is_norm, norm_of
 from detlab.engine.exact.rotary import ExactRotary
 from detlab.engine.experts import is_experts, is_router
+from detlab.engine.install import SIBLINGS, check_linear, install_attention, release
 from detlab.engine.linear import weight_of
 from detlab.engine.session import Session
-from detlab.engine.step import canonical_mask
-from detlab.errors import UsageError
+from detlab.engine.watch import NoCopy, version_of
 
 __all__ = ["SPEC", "install", "prepared_weights"]
 
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that are given one and the same input
 _ATTENTION = "detlab_exact"
 
 
@@ -64,7 +62,7 @@ def install(session: Session, model: PreTrainedModel) -> None:
         if part is not None:
             session.replace(module, name, kind, part)
     if session.wants("", "attention"):
-        _install_attention(session, model)
+        install_attention(session, model, _ATTENTION, exact_attention)
 
 
 def _part_for(session: Session, name: str, module: Any, kernel: str,
@@ -100,47 +98,45 @@ def _rotary(session: Session, name: str, module: Any) -> ExactRotary:
 def _experts(session: Session, name: str, module: Any, kernel: str) -> ExactExperts:
     activation = activation_of(getattr(module, "act_fn", nn.SiLU()), f"{name}.act_fn")
     part = ExactExperts(module, activation, name, kernel)
-    _release(session, [module.gate_up_proj, module.down_proj])
+    release(session, [module.gate_up_proj, module.down_proj])
     return part
 
 
 # ------------------------------------------------------------------------------------------------------------- linear
-class _Group:
+class _Group(NoCopy):
     """Linear layers that are given the same input: its digits are cut, and the products made, once for all of them."""
 
     def __init__(self, modules: Sequence[Any], names: Sequence[str], kernel: str, session: Session) -> None:
         for module, name in zip(modules, names, strict=True):
-            if type(module) not in (nn.Linear, Conv1D):
-                raise UsageError(
-                    f"{name} is a {type(module).__name__}, a linear layer with a product of its own; the exact tier covers "
-                    "torch's Linear and transformers' Conv1D."
-                )
+            check_linear(module, name, "exact")
         self.modules, self.names, self.kernel = modules, names, kernel
         self.members = [_Linear(self, index) for index in range(len(modules))]
         self.kept: tuple[Tensor, int, list[Tensor | None]] | None = None
-        self.layer = self._prepare()
-        _release(session, [module.weight for module in modules])
+        self.owners: list[nn.Module] = list(modules)
+        self.refresh()
+        session.take(self)
+        release(session, [module.weight for module in modules])
 
-    def _prepare(self) -> ExactLinear:
+    def tune(self) -> None:
+        """Nothing: no number of threads changes what is exact."""
+
+    def refresh(self) -> None:
+        """Prepares the weights as they are now."""
+        self.kept = None
         pairs = list(zip(self.modules, self.names, strict=True))
         weights = [_ready.get(name) or prepare(weight_of(module), name) for module, name in pairs]
-        self.seen = [(m.weight, m.weight._version, m.bias) for m in self.modules]
-        return ExactLinear(weights, [m.bias for m in self.modules], self.kernel)
+        self.layer = ExactLinear(weights, [m.bias for m in self.modules], self.kernel)
 
     def result(self, index: int, x: Tensor) -> Tensor:
         """What one of the layers makes of x; the others' results are kept until they are asked for."""
         kept = self.kept  # read once: another thread may put its own in the meantime
-        version = -1 if x.is_inference() else x._version  # such tensors do not count what is written to them
+        version = version_of(x)
         if kept is not None and kept[0] is x and kept[1] == version:
             out, kept[2][index] = kept[2][index], None
             if out is not None:
                 if not any(r is not None for r in kept[2]):
                     self.kept = None
                 return out
-        for module, (weight, written, bias) in zip(self.modules, self.seen, strict=True):
-            if module.weight is not weight or weight._version != written or module.bias is not bias:
-                self.layer = self._prepare()
-                break
         made: list[Tensor] = list(torch.split_with_sizes(self.layer(x), self.layer.sizes, -1))
         if len(made) > 1:
             self.kept = x, version, [r if i != index else None for i, r in enumerate(made)]
@@ -148,7 +144,7 @@ class _Group:
 
 
 class _Linear:
-    """The forward of a linear module; its weight is prepared anew when it was changed in place, or replaced."""
+    """The forward of a linear module."""
 
     def __init__(self, group: _Group, index: int) -> None:
         self.group, self.index = group, index
@@ -161,7 +157,7 @@ def _groups(session: Session, model: nn.Module, kernel: str) -> dict[str, _Linea
     """Layers of one parent that share their input, by name."""
     found: dict[str, _Linear] = {}
     for parent_name, parent in model.named_modules():
-        for together in _TOGETHER:
+        for together in SIBLINGS:
             names = [f"{parent_name}.{n}" if parent_name else n for n in together]
             modules = [getattr(parent, n, None) for n in together]
             alike = all(type(m) is nn.Linear for m in modules) and len({m.in_features for m in modules}) == 1  # type: ignore[union-attr]
@@ -169,37 +165,3 @@ def _groups(session: Session, model: nn.Module, kernel: str) -> dict[str, _Linea
                 group = _Group(modules, names, kernel, session)
                 found.update(zip(names, group.members, strict=True))
     return found
-
-
-def _release(session: Session, parameters: Sequence[nn.Parameter]) -> None:
-    """Puts weights aside whose digits compute, unless another module (an embedding) reads them, too."""
-    model = session.model()
-    if session.shelf is None or model is None:
-        return
-    for parameter in parameters:
-        readers = [m for m in model.modules() if any(p is parameter for p in m.parameters(recurse=False))]
-        if all(isinstance(m, (nn.Linear, Conv1D)) or is_experts(m) for m in readers):
-            session.shelf.put(parameter)
-
-
-# ---------------------------------------------------------------------------------------------------------- attention
-def _install_attention(session: Session, model: PreTrainedModel) -> None:
-    _register(lambda call: call)
-    configs: dict[int, Any] = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    for config in configs.values():
-        before = getattr(config, "_attn_implementation_internal", None)
-        config._attn_implementation = _ATTENTION
-        session.on_undo(functools.partial(setattr, config, "_attn_implementation_internal", before))
-    session.wrappers.append(_register)
-    session.parts["attention"] = "attention"
-
-
-def _register(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Registers the attention and its mask, wrapped; returns what registers them unwrapped."""
-    AttentionInterface.register(_ATTENTION, wrap(exact_attention))
-    AttentionMaskInterface.register(_ATTENTION, wrap(canonical_mask))
-
-    def undo() -> None:
-        _register(lambda call: call)
-
-    return undo
