@@ -23,7 +23,7 @@ MAX_LINES = 450
 # From the bottom up. A room imports rooms of the floors below it, never one beside or above it.
 FLOORS = (
     {"errors"},
-    {"bits"},
+    {"bits", "files"},
     {"environment"},
     {"models", "prompts", "condition"},
     {"trace"},

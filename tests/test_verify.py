@@ -218,7 +218,7 @@ def test_a_changed_certificate_is_refused(certificate, tmp_path):
         Certificate.load(path)
     with pytest.raises(UsageError, match="cannot be read"):
         Certificate.load(tmp_path / "none.json")
-    with pytest.raises(UsageError, match="which does not exist"):
+    with pytest.raises(UsageError, match="does not exist. Make it first."):
         certificate.save(tmp_path / "no" / "certificate.json")
 
 

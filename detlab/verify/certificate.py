@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from detlab.coverage import Coverage, OpCoverage
 from detlab.environment import Environment
 from detlab.errors import UsageError
+from detlab.files import write_text
 from detlab.verify.axes import AXES
 
 __all__ = ["AxisResult", "Certificate", "Mismatch"]
@@ -230,25 +230,13 @@ class Certificate:
         Raises:
             UsageError: the folder is missing, the path is a folder, or the file cannot be written.
         """
-        target = Path(path).expanduser()
-        if target.is_dir() or not target.parent.is_dir():
-            found = "is a folder" if target.is_dir() else f"lies in {target.parent}, which does not exist"
-            raise UsageError(f"save needs a file, such as certificate.json or certificate.html; {target} {found}.")
-        if target.suffix.lower() in (".html", ".htm"):
+        if Path(path).suffix.lower() in (".html", ".htm"):
             from detlab.verify.page import page
 
             text = page(self)
         else:
             text = json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
-        fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            fresh.write_text(text, encoding="utf-8")
-            os.replace(fresh, target)
-        except OSError as error:
-            raise UsageError(f"the certificate cannot be written to {target}: {error.strerror}.") from error
-        finally:
-            fresh.unlink(missing_ok=True)
-        return target
+        return write_text(path, text, "save", "certificate.json")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Certificate:

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from detlab.divergence.result import Comparison
-from detlab.errors import UsageError
+from detlab.files import write_text
 from detlab.viz.figures import CONFIG, heatmap, overview
 from detlab.viz.why import why_html
 from detlab.viz.words import escape, first_in_words, number, plural, style, ulps, verdict_words
@@ -53,21 +52,7 @@ def write_report(investigation: Investigation, path: str | os.PathLike[str]) -> 
     Raises:
         UsageError: the folder is missing, the path is a folder, or the file cannot be written.
     """
-    target = Path(path).expanduser()
-    if target.is_dir():
-        raise UsageError(f"write_report needs a file; {target} is a folder. Give a name, such as {target / 'report.html'}.")
-    if not target.parent.is_dir():
-        raise UsageError(f"write_report cannot write {target}: the folder {target.parent} does not exist. Make it first.")
-    text = report_html(investigation)
-    fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, target)
-    except OSError as error:
-        raise UsageError(f"write_report cannot write {target}: {error.strerror}. Nothing was written.") from error
-    finally:
-        fresh.unlink(missing_ok=True)
-    return target
+    return write_text(path, report_html(investigation), "write_report", "report.html")
 
 
 def report_html(investigation: Investigation) -> str:
