@@ -44,6 +44,11 @@ def _pack_blocks(weight: Tensor, block: int | None) -> list[Tensor] | None:
     return packed if len(packed) == len(parts) else None
 
 
+def _chain(terms: int, most: int) -> int | None:
+    """The length of equal chains of at most so many terms, a multiple of 16; None where one chain holds all."""
+    return None if terms <= most else -(-terms // (-(-terms // most)) // 16) * 16
+
+
 class CanonicalLinear:
     """One weight, and the kernel and row rule by which it is applied.
 
@@ -63,8 +68,8 @@ class CanonicalLinear:
             bias: [N], or None.
             what: names the layer in an error.
             is_padded: False calls the kernel with any number of rows, whatever the bits.
-            block: in float32, terms that are added in one chain; the chains of a row are added after another. None: one
-                chain, which is fastest.
+            block: in float32, the most terms that are added in one chain; a row's chains are of one length (the last may be
+                shorter), and their sums are added one after the other. None: one chain, which is fastest.
 
         Raises:
             MachineError: on this machine no number of rows gives stable bits for this size.
@@ -72,7 +77,7 @@ class CanonicalLinear:
         self.num_out, self.num_in = weight.shape
         self.bias = None if bias is None else bias.detach()
         self._kind = (weight.dtype, weight.device)
-        self.block = block if block and weight.dtype == torch.float32 and block < self.num_in else None
+        self.block = _chain(self.num_in, block) if block and weight.dtype == torch.float32 else None
         self.packed = _pack_blocks(weight, self.block)
         self.weight: Tensor | None = None
         self.kernel, self._call = "packed", self._packed_call

@@ -46,14 +46,15 @@ class Options:
         only: picks parts by (module name, kind); None takes all. Without some, the bits may depend on the batch again:
             for finding the parts that a model needs, and what each costs.
         is_padded: False leaves the calls' shapes as they are, with the tier's kernels: the price of invariance alone.
-        block: in float32, products are added in chains of so many terms, as the stock library does (192 here): its accuracy
-            for about a third more time. None adds one chain, with about 1.4 times its error.
+        block: in float32, products are added in equal chains of at most so many terms, whose sums are added one after the
+            other: the error stays below the stock library's, whose chains have 192 terms here. None adds one chain: faster
+            by up to a fifth, with about 1.4 times the error.
         release: weights of which a packed copy computes are moved to a temporary file, mapped into memory, for the time.
     """
 
     only: Callable[[str, str], bool] | None = None
     is_padded: bool = True
-    block: int | None = None
+    block: int | None = 384
     release: bool = True
 
 
