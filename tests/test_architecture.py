@@ -27,8 +27,8 @@ FLOORS = (
     {"environment"},
     {"models", "prompts", "condition"},
     {"trace"},
-    {"serving", "process"},
-    {"runner"},
+    {"serving", "process", "telemetry"},
+    {"runner", "clocks"},
     {"worker"},
     {"divergence"},
 )
@@ -36,7 +36,7 @@ OBSERVING = set().union(*FLOORS)
 # The engine stands on the first floors alone: it never sees what observes it, nor is it seen.
 ENGINE_SEES = set().union(*FLOORS[:4])
 # The rooms that see both sides; among themselves they may import without a cycle.
-JOINT = {"remedies", "coverage", "deterministic", "bench", "verify", "investigate", "sweep", "testing"}
+JOINT = {"remedies", "coverage", "deterministic", "bench", "verify", "investigate", "inquiry", "sweep", "testing"}
 ROOMS = OBSERVING | {"engine", "viz"} | JOINT
 MAY_IMPORT = {
     **{room: set().union(*FLOORS[:floor]) for floor, rooms in enumerate(FLOORS) for room in rooms},

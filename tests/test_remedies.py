@@ -338,13 +338,13 @@ def test_verdicts(before, after, verdict):
 
 
 def test_differences_count_bits_and_stop_where_tokens_part():
-    zero = Served([torch.zeros(3, 4)], [[0, 0, 0]], 1.0)
-    minus = Served([-torch.zeros(3, 4)], [[0, 0, 0]], 1.0)
+    zero = Served([torch.zeros(3, 4)], [[0, 0, 0]], [])
+    minus = Served([-torch.zeros(3, 4)], [[0, 0, 0]], [])
     assert difference_of([zero], [zero]).prompts == 0
     assert (difference_of([zero], [minus]).prompts, difference_of([zero], [minus]).max_ulp) == (1, 0)
     late = torch.zeros(3, 4)
     late[1, 2], late[2, 0] = 1.0, 100.0
-    found = difference_of([zero], [Served([late], [[0, 2, 0]], 1.0)])
+    found = difference_of([zero], [Served([late], [[0, 2, 0]], [])])
     assert (found.token_flips, found.max_abs) == (1, 1.0)  # what follows the flip answers another question
-    other = difference_of([zero], [Served([torch.full((3, 4), float("nan"), dtype=torch.float64)], [[0, 0, 0]], 1.0)])
+    other = difference_of([zero], [Served([torch.full((3, 4), float("nan"), dtype=torch.float64)], [[0, 0, 0]], [])])
     assert other.max_ulp is None and json.dumps(other.to_json())

@@ -101,7 +101,7 @@ _STOCK = Plan(())
 
 
 def _rounded(one: Served) -> Served:
-    return Served([rows.float() for rows in one.logits], one.tokens, one.seconds)
+    return Served([rows.float() for rows in one.logits], one.tokens, one.steps)
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ from detlab.engine.session import TIERS
 from detlab.errors import UsageError
 from detlab.remedies import switches
 from detlab.remedies.remedy import ADVICE, CONDITION, FLAG, GENERATION, START, TIER, Pair, Plan, Remedy, Setup, entered
+from detlab.remedies.window import WINDOW, attention_window
 from detlab.serving import device_of
 
 __all__ = ["REMEDIES", "Remedies", "applied", "plan_of", "remedies"]
@@ -55,7 +58,16 @@ def _has_cores(model: nn.Module) -> str:
     return "" if device_of(model).type == "cpu" else "the model is on a GPU, where threads of the CPU add nothing"
 
 
-_COMPUTE = ("float64", "autocast", "half-storage", "tier-invariant", "tier-exact")
+def _has_compiler(model: nn.Module) -> str:
+    """Compiled execution generates C++ on a CPU."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    found = device_of(model).type != "cpu" or any(map(shutil.which, names))
+    return "" if found else f"compiled execution needs a C++ compiler, and there is none ({', '.join(names)})"
+
+
+_TIERS = ("tier-invariant", "tier-exact")
+_OWN = ("float64", "autocast", "autocast-float16", "eager-attention", "attention-window", "compiled")
+_COMPUTE = ("float64", "autocast", "autocast-float16", "half-storage", *_TIERS)
 
 _ALL = (
     Remedy(
@@ -156,7 +168,12 @@ _ALL = (
     Remedy(
         "eager-attention", "eager attention is deterministic", _BOTH, CONDITION,
         "attention is two products and a softmax instead of a fused kernel that cuts queries and keys into tiles",
-        "A12, B3", settings={"attention": "eager"}, conflicts=("tier-invariant", "tier-exact"),
+        "A12, B3", settings={"attention": "eager"}, conflicts=_TIERS,
+    ),
+    Remedy(
+        "attention-window", "a fixed attention window keeps attention stable", _BOTH, FLAG,
+        f"a token sees the last {WINDOW} tokens alone, so that its sums stop growing with the text, whose answer changes",
+        "B8", switch=attention_window, conflicts=("eager-attention", *_TIERS),
     ),
     Remedy(
         "float64", "more precision removes differences", _BOTH, CONDITION,
@@ -174,14 +191,30 @@ _ALL = (
         "A6", settings={"autocast": "bfloat16"}, conflicts=_COMPUTE,
     ),
     Remedy(
+        "autocast-float16", "mixed precision hides differences", _BOTH, CONDITION,
+        "products are rounded to float16, of 11 bits: it hides smaller differences than bfloat16, and overflows above 65,504",
+        "A6", settings={"autocast": "float16"}, conflicts=_COMPUTE,
+    ),
+    Remedy(
+        "pure-bfloat16", "pure 16-bit models repeat themselves", _BOTH, CONDITION,
+        "weights, products and what passes between layers hold 8 bits; the sums inside a product still follow the shape",
+        "A6", settings={"dtype": "bfloat16"},
+    ),
+    Remedy(
+        "compiled", "compiled execution fixes the kernels", _BOTH, CONDITION,
+        "the feed-forward parts become generated kernels, made for a shape or for all: what is fused rounds in other places, "
+        "and the products inside are the vendor's as before",
+        "A10, B8", settings={"compile": "mlp"}, needs=_has_compiler, conflicts=_TIERS,
+    ),
+    Remedy(
         "tier-invariant", "canonical shapes make a token's bits its own", _BOTH, TIER,
         "every kernel is called in shapes of which one order of addition is known to come",
-        "A9, A10", settings={"tier": "invariant"}, conflicts=("float64", "autocast", "eager-attention"),
+        "A9, A10", settings={"tier": "invariant"}, conflicts=_OWN,
     ),
     Remedy(
         "tier-exact", "integer sums have one result in any order", _BOTH, TIER,
         "sums are of whole numbers, exactly, so that neither shape nor threads nor instruction set can move them",
-        "B3", settings={"tier": "exact"}, needs=_tier("exact"), conflicts=("float64", "autocast", "eager-attention"),
+        "B3", settings={"tier": "exact"}, needs=_tier("exact"), conflicts=_OWN,
     ),
     Remedy(
         "nccl-ring", "a fixed NCCL algorithm fixes the order over ranks", ("distributed",), START,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from detlab.prompts import Prompt
 from detlab.remedies.registry import REMEDIES
 from detlab.remedies.remedy import Plan, Setup
 from detlab.runner import Run, execute, load_trace
-from detlab.serving import device_of, served_model, under_tier
+from detlab.serving import served_model, under_tier
+from detlab.telemetry import timed_calls
 
 __all__ = ["Served", "serve", "serve_here"]
 
@@ -35,14 +35,19 @@ class Served:
     Attributes:
         logits: per prompt [num_steps, vocab].
         tokens: per prompt, one a step.
-        seconds: spent in calls of the model, the loop around them left out.
+        steps: when each call of the model began and ended, by ``time.perf_counter``.
         traced: the condition once more, with a trace; None where none was asked for.
     """
 
     logits: list[Tensor]
     tokens: list[list[int]]
-    seconds: float
+    steps: list[tuple[float, float]]
     traced: Run | None = field(default=None, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """Spent in calls of the model, the loop around them left out."""
+        return sum(end - begin for begin, end in self.steps)
 
     @property
     def md5(self) -> list[str]:
@@ -83,21 +88,44 @@ def serve_here(model: nn.Module, inputs: list[list[int]], conditions: Sequence[C
                trace: bool) -> list[Served]:  # fmt: skip
     """`serve` in this process, whose environment variables are set already."""
     made = []
-    with plan.entered(Setup(model, inputs, tuple(conditions), new_tokens)) as served:
+    with plan.entered(Setup(model, inputs, tuple(conditions), new_tokens)) as served, _compiled(served, conditions) as chosen:
         with ExitStack() as stack:
-            if len({condition.tier for condition in conditions}) == 1:  # the tier is put in once, not once a run
-                for condition in dict.fromkeys(conditions):
+            if len({c.tier for c in chosen}) == 1 and chosen[0].tier != "stock":  # the tier is put in once, not once a run
+                for condition in dict.fromkeys(chosen):
                     with served_model(served, condition) as twin:
                         stack.enter_context(under_tier(twin, condition))
-            for condition in conditions:
-                with served_model(served, condition) as twin, _clock(twin, condition.tier) as seconds:
+            for condition in chosen:
+                # Without what the run will compile itself: the same module, whose calls are all that is looked at.
+                bare = replace(condition, compile=None)
+                with served_model(served, bare) as twin, timed_calls(twin, condition.tier != "stock") as steps:
                     run = _execute(served, inputs, condition, new_tokens, with_trace=False)
-                made.append(Served(run.logits, run.tokens, sum(seconds)))
+                made.append(Served(run.logits, run.tokens, steps))
             if trace:
-                for condition, one in dict(zip(conditions, made, strict=True)).items():  # the last run of each
+                for condition, one in dict(zip(chosen, made, strict=True)).items():  # the last run of each
                     one.traced = _execute(served, inputs, condition, new_tokens, with_trace=True)
                     one.traced._source = None  # a comparison must not execute it again once the remedy is taken out
     return made
+
+
+@contextmanager
+def _compiled(model: nn.Module, conditions: Sequence[Condition]) -> Iterator[list[Condition]]:
+    """Compiles once for all runs where all are compiled alike, and yields their conditions without it.
+
+    A run that compiles for itself forgets what was compiled before, so that every run would be compiled anew.
+    """
+    names = {condition.compile for condition in conditions}
+    if len(names) != 1 or None in names:
+        yield list(conditions)
+        return
+    bare = [replace(condition, compile=None) for condition in conditions]
+    with ExitStack() as stack:
+        copies = []
+        for condition in dict.fromkeys(bare):
+            with served_model(model, replace(condition, attention=None)) as twin:
+                copies.append(twin)
+        for twin in {id(twin): twin for twin in copies}.values():
+            stack.enter_context(served_model(twin, Condition(compile=conditions[0].compile)))
+        yield bare
 
 
 def _execute(model: nn.Module, inputs: list[list[int]], condition: Condition, new_tokens: int, *, with_trace: bool) -> Run:
@@ -106,44 +134,6 @@ def _execute(model: nn.Module, inputs: list[list[int]], condition: Condition, ne
         model, prompts, inputs, condition, new_tokens, None,
         save="digest", with_trace=with_trace, force=None, progress=None, keep=None, here=True,
     )  # fmt: skip
-
-
-@contextmanager
-def _clock(model: nn.Module, tier: str) -> Iterator[list[float]]:
-    """Seconds of each call of a model.
-
-    Under a tier the hooks are those of all modules: a tier takes a model with other hooks of its own for another model, whose
-    ops it would have to look at again. A stock model has its own hooks: others might get into what is compiled.
-    """
-    seconds: list[float] = []
-    started: list[float] = []
-    device = device_of(model)
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    def begin(module: nn.Module, *_: Any) -> None:
-        if module is model:
-            started.append(now())
-
-    def end(module: nn.Module, *_: Any) -> None:
-        if module is model:
-            seconds.append(now() - started.pop())
-
-    if tier == "stock":
-        handles = [model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end)]
-    else:
-        handles = [
-            nn.modules.module.register_module_forward_pre_hook(begin),
-            nn.modules.module.register_module_forward_hook(end),
-        ]
-    try:
-        yield seconds
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _in_child(model: nn.Module, inputs: list[list[int]], conditions: list[Condition], new_tokens: int, plan: Plan,
@@ -166,7 +156,7 @@ def _in_child(model: nn.Module, inputs: list[list[int]], conditions: list[Condit
         records = json.loads((folder / "served.json").read_text(encoding="utf-8"))
         for number, record in enumerate(records):
             rows = [logits[f"{number}.{prompt}"] for prompt in range(len(inputs))]
-            served = Served(rows, record["tokens"], record["seconds"])
+            served = Served(rows, record["tokens"], [(begin, end) for begin, end in record["steps"]])
             if record["is_traced"]:
                 run = load_trace(folder / f"run-{number}")
                 assert isinstance(run, Run)

@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
         for prompt, rows in enumerate(one.logits)
     }
     save_file(logits, folder / "logits.safetensors")
-    records = [{"tokens": one.tokens, "seconds": one.seconds, "is_traced": one.traced is not None} for one in made]
+    records = [{"tokens": one.tokens, "steps": one.steps, "is_traced": one.traced is not None} for one in made]
     (folder / "served.json").write_text(json.dumps(records), encoding="utf-8")
     for number, one in enumerate(made):
         if one.traced is not None:
