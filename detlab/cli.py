@@ -75,14 +75,15 @@ def _parser() -> argparse.ArgumentParser:
     compare.set_defaults(run=_compare)
 
     verify = commands.add_parser("verify", help="prove a tier: serve prompts in many ways and compare the bits")
-    verify.add_argument("--model", required=True, help="smollm2-135m, tiny-llama, a folder or a hub id")
-    verify.add_argument("--tier", default="invariant", help="default: invariant")
-    verify.add_argument("--axes", metavar="A,B", help="such as batch,padding; default: all")
-    verify.add_argument("--trials", type=_positive, default=6, metavar="N", help="comparisons for each axis (default 6)")
-    verify.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16")
+    verify.add_argument("--model", help="smollm2-135m, tiny-llama, a folder or a hub id")
+    verify.add_argument("--certificate", metavar="FILE", help="run again what a certificate names, and compare the digests")
+    verify.add_argument("--tier", help="default: invariant")
+    verify.add_argument("--axes", metavar="A,B", help="such as batch,padding; default: all that the tier promises")
+    verify.add_argument("--trials", type=_positive, metavar="N", help="comparisons for each axis (default 6)")
+    verify.add_argument("--dtype", help="float32 (default), bfloat16, float16")
     verify.add_argument("--prompts", metavar="FILE", help="JSONL or text; default: four of detlab's own assistant prompts")
-    verify.add_argument("--new-tokens", type=_positive, default=4, metavar="N", help="tokens to decode (default 4)")
-    verify.add_argument("--seed", type=_count, default=0, metavar="N", help="of what is drawn (default 0)")
+    verify.add_argument("--new-tokens", type=_positive, metavar="N", help="tokens to decode (default 4)")
+    verify.add_argument("--seed", type=_count, metavar="N", help="of what is drawn (default 0)")
     verify.add_argument("--save", metavar="FILE", help="also write the certificate, as .json or as a page, .html")
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
@@ -233,25 +234,48 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    if options.certificate is None and options.model is None:
+        raise UsageError("verify needs a model: --model smollm2-135m, or --certificate FILE, which names one.")
+    line = _ProgressLine()
+    try:
+        result = (_verified if options.certificate is None else _verified_again)(options, line)
+    finally:
+        line.close()
+    _print(result, options.json)
+    if options.save:
+        getattr(result, "found", result).save(options.save)
+    return HOLDS if result.holds else DOES_NOT if result.is_refuted else UNTESTED
+
+
+def _axes(options: argparse.Namespace) -> list[str] | None:
+    return None if options.axes is None else [name.strip() for name in options.axes.split(",") if name.strip()]
+
+
+def _verified(options: argparse.Namespace, line: _ProgressLine) -> Any:
     from detlab.models import load_model
     from detlab.prompts import load_prompts
     from detlab.verify import verify
     from detlab.verify.entry import check_axes
 
     # Everything that can be wrong is looked at before the model is loaded.
-    axes = check_axes(None if options.axes is None else [name.strip() for name in options.axes.split(",") if name.strip()])
+    tier = options.tier or "invariant"
+    axes = check_axes(_axes(options), tier)
     prompts = load_prompts(options.prompts) if options.prompts else load_prompts(_own_prompts())[:4]
-    model, _ = load_model(options.model, dtype=options.dtype)
-    line = _ProgressLine()
-    try:
-        result = verify(model, prompts, options.tier, axes, trials=options.trials, seed=options.seed,
-                        new_tokens=options.new_tokens, progress=line)  # fmt: skip
-    finally:
-        line.close()
-    _print(result, options.json)
-    if options.save:
-        result.save(options.save)
-    return HOLDS if result.holds else DOES_NOT if result.is_refuted else UNTESTED
+    given = {name: getattr(options, name) for name in ("trials", "seed", "new_tokens") if getattr(options, name) is not None}
+    model, _ = load_model(options.model, dtype=options.dtype or "float32")
+    return verify(model, prompts, tier, axes, **given, progress=line)
+
+
+def _verified_again(options: argparse.Namespace, line: _ProgressLine) -> Any:
+    from detlab.models import load_model
+    from detlab.verify import Certificate, recheck
+
+    for name in ("tier", "trials", "dtype", "prompts", "new_tokens", "seed"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is the certificate's; beside --certificate give --model or --axes.")
+    certificate = Certificate.load(options.certificate)
+    model = load_model(options.model, dtype=certificate.model["dtype"])[0] if options.model is not None else None
+    return recheck(certificate, model, axes=_axes(options), progress=line)
 
 
 def _coverage(options: argparse.Namespace) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, cycle
+from itertools import chain, count, cycle
 
 from detlab.verify.serve import Way
 
-__all__ = ["AXES", "Axis", "Trial"]
+__all__ = ["AXES", "Axis", "Trial", "axes_of"]
 
 _MOST_TOKENS = 320  # of one call: longer texts are tried in smaller batches
 
@@ -40,7 +40,11 @@ class Axis:
         asks: what must not change the bits, in words.
         trials: (length of the text, length of its prompt, random numbers) -> trials without end.
         is_twin: the stock model is expected to be equal here, too; on other axes, to part where the machine's kernels do.
-        needs: what the record of calls must show, or the axis was not tested: "rows", "padding", "cache" or nothing.
+        needs: what the record of calls must show, or the axis was not tested: "rows", "padding", "cache", "parts",
+            "settings", "offset" or nothing.
+        is_apart: tried in fresh processes (`detlab.verify.apart`).
+        only: the tiers that promise it; it is tried on others where it is asked for by name. None: all.
+        needs_tier: the only tier for which it means something; None: all.
     """
 
     name: str
@@ -48,6 +52,14 @@ class Axis:
     trials: Callable[[int, int, random.Random], Iterator[Trial]]
     is_twin: bool = False
     needs: str = ""
+    is_apart: bool = False
+    only: tuple[str, ...] | None = None
+    needs_tier: str | None = None
+
+
+def axes_of(tier: str) -> list[str]:
+    """The axes that a tier promises, by name."""
+    return [name for name, axis in AXES.items() if axis.only is None or tier in axis.only]
 
 
 def _sized(batch: int, length: int) -> int:
@@ -141,8 +153,22 @@ def _run(length: int, prompt: int, draw: random.Random) -> Iterator[Trial]:
         yield Trial(Way(generates=True))
 
 
-def _threads(length: int, prompt: int, draw: random.Random) -> Iterator[Trial]:
-    """Tried in fresh processes, one for each number of threads; the number is set there."""
+def _split(length: int, prompt: int, draw: random.Random) -> Iterator[Trial]:
+    """Odd orders deal the terms out at random, even ones as neighbours; the parts are added in an order of their own."""
+    for number in count():
+        parts, order = (7, 2, 4)[(number + number // 3) % 3], 2 * draw.randrange(10**6)
+        if number % 3 == 0:
+            yield Trial(Way(parts=parts, order=order))
+        elif number % 3 == 1:
+            begin = max(1, length - 3)
+            yield Trial(Way(parts=parts, order=order + 1, start=begin, cache="dynamic"), Way(start=begin, cache="dynamic"))
+        else:
+            batch = _sized(3, length)
+            yield Trial(Way(parts=parts, order=order + 1, batch=batch, rows=(batch - 1,), mates=order))
+
+
+def _apart(length: int, prompt: int, draw: random.Random) -> Iterator[Trial]:
+    """Tried in fresh processes, one for each setting, which is made there."""
     while True:
         yield Trial(Way())
         batch = _sized(4, length)
@@ -160,8 +186,14 @@ AXES: dict[str, Axis] = {
         Axis("chunk", "the pieces in which a prompt is prefilled", _chunk, needs="cache"),
         Axis("decode", "whether a token is decoded with a cache or prefilled", _decode, needs="cache"),
         Axis("cache", "the kind of cache: dynamic, static or none", _cache, needs="cache"),
-        Axis("threads", "the number of threads, in fresh processes", _threads),
+        Axis("threads", "the number of threads, in fresh processes", _apart, is_apart=True),
         Axis("sampling", "slot, mates and padding of a sampled request", _sampling, needs="rows"),
         Axis("run", "doing it again", _run, is_twin=True),
-    )
+        Axis("isa", "the instruction sets that kernels may use, in fresh processes", _apart, needs="settings", is_apart=True,
+             only=("exact",)),
+        Axis("split", "the parts in which a layer's sum is computed, as tensor-parallel ranks would", _split, needs="parts",
+             only=("exact",), needs_tier="exact"),
+        Axis("alignment", "where in memory tensors begin, in fresh processes", _apart, needs="offset", is_apart=True,
+             only=("exact",)),
+    )  # fmt: skip
 }

@@ -18,7 +18,7 @@ from detlab.verify.axes import AXES
 
 __all__ = ["AxisResult", "Certificate", "Mismatch"]
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,10 @@ class Certificate:
 
     Attributes:
         tier: the tier that was tried.
-        model: class, name, dtype, device, attention and number of parameters of the model.
+        spec: the name of the function that the tier computes, where it is one that other machines compute, too: "tri4".
+        model: class, name, dtype, device, attention and number of parameters of the model; digests of its parameters and
+            of its buffers.
+        prompts: prompt id -> its tokens: what another party serves.
         axes: one result for each axis, by name.
         md5: prompt id -> MD5 of its logits, served alone in one call under the tier; what another party compares.
         coverage: every op of the model, covered, safe or not.
@@ -167,7 +170,9 @@ class Certificate:
     """
 
     tier: str
+    spec: str
     model: dict[str, Any]
+    prompts: dict[str, list[int]]
     axes: dict[str, AxisResult]
     md5: dict[str, str]
     coverage: Coverage
@@ -202,13 +207,15 @@ class Certificate:
         if untested:
             said += f"; not tested: {', '.join(untested)}"
         verdict = "holds" if self.holds else "does not hold" if self.is_refuted else "is not proved"
-        return f"tier {self.tier!r} {verdict}: {said}"
+        return f"tier {self.tier!r}{f' (spec {self.spec})' if self.spec else ''} {verdict}: {said}"
 
     def to_json(self) -> dict[str, Any]:
         """The certificate as JSON values; "sha256" is over all the others."""
         content: dict[str, Any] = {
             "schema": SCHEMA,
             "tier": self.tier,
+            "spec": self.spec,
+            "prompts": self.prompts,
             "holds": self.holds,
             "axes": {name: axis.to_json() for name, axis in self.axes.items()},
             "md5": self.md5,
@@ -259,10 +266,19 @@ class Certificate:
         said = data.pop("sha256")
         if said != _checksum(data):
             raise UsageError(f"{source} was changed since it was written: its checksum does not fit. Run detlab.verify again.")
+        try:
+            return cls._read(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"{source} is damaged ({type(error).__name__}: {error}). Run detlab.verify again.") from error
+
+    @classmethod
+    def _read(cls, data: dict[str, Any]) -> Certificate:
         found = data["coverage"]
         coverage = Coverage(found["tier"], found["model"], [OpCoverage(**op) for op in found["ops"]])
         axes = {name: AxisResult.from_json(axis) for name, axis in data["axes"].items()}
-        names = ("tier", "model", "md5", "class_map", "settings", "limits", "version", "date")
+        if not set(axes) <= set(AXES):
+            raise ValueError(f"unknown axes {', '.join(sorted(set(axes) - set(AXES)))}")
+        names = ("tier", "spec", "model", "prompts", "md5", "class_map", "settings", "limits", "version", "date")
         return cls(
             axes=axes, coverage=coverage, environment=Environment.from_json(data["environment"]),
             **{name: data[name] for name in names},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -18,14 +20,17 @@ from detlab.engine.canonical import ledger, name_of
 from detlab.environment import environment
 from detlab.errors import CaptureError, UsageError
 from detlab.models import tokenizer_for
-from detlab.process import send_model
+from detlab.process import digests_of, send_model
 from detlab.prompts import as_prompts, encode
 from detlab.serving import check_inputs, config_of, device_of
-from detlab.verify.axes import AXES
+from detlab.verify.apart import settings_of
+from detlab.verify.axes import AXES, axes_of
 from detlab.verify.certificate import Certificate
 from detlab.verify.matrix import Matrix, Progress
 
-__all__ = ["verify"]
+__all__ = ["IN_MEMORY", "verify", "weights_digests"]
+
+IN_MEMORY = "in memory"  # a model that names no place it is from
 
 
 def verify(model: nn.Module, prompts: Any, tier: str = "invariant", axes: Sequence[str] | None = None, *, trials: int = 6,
@@ -41,8 +46,8 @@ def verify(model: nn.Module, prompts: Any, tier: str = "invariant", axes: Sequen
         model: a transformers causal language model in eval mode; it is left as it was, also when interrupted.
         prompts: what `load_prompts` returns, or strings, or lists of token ids.
         tier: the tier to try.
-        axes: some of "batch", "position", "neighbours", "padding", "chunk", "decode", "cache", "threads", "sampling", "run";
-            None for all.
+        axes: some of "batch", "position", "neighbours", "padding", "chunk", "decode", "cache", "threads", "sampling", "run",
+            "isa", "split", "alignment"; None for all that the tier promises: the last three are the exact tier's.
         trials: comparisons for each axis, at least; 0 mismatches of n bound their rate at 3/n.
         seed: of the ways that are drawn, and of sampling.
         new_tokens: tokens that are decoded after each prompt.
@@ -57,7 +62,7 @@ def verify(model: nn.Module, prompts: Any, tier: str = "invariant", axes: Sequen
         UsageError: an axis, a prompt or a number that cannot be; or the tier does not cover the model at all.
         MachineError: this machine has no stable shape for one of the model's products.
     """
-    chosen = _check(model, axes, trials, new_tokens, threads)
+    chosen = _check(model, tier, axes, trials, new_tokens, threads)
     asked = as_prompts(prompts)
     if not asked:
         raise UsageError("verify needs at least one prompt; got none.")
@@ -67,22 +72,25 @@ def verify(model: nn.Module, prompts: Any, tier: str = "invariant", axes: Sequen
     check_inputs(model, asked, inputs, new_tokens)
     work = Matrix(model, asked, inputs, trials, seed, new_tokens, chosen, progress)
     counts = list(threads) if threads is not None else [n for n in (1, 3, 2) if n != torch.get_num_threads()][:2]
+    apart = {name: settings_of(name, counts) for name in chosen if AXES[name].is_apart}
     # Before the tier is applied: a model with replaced forwards is not one that another process can rebuild.
-    folder, why = _sent(model) if "threads" in chosen else (None, "")
-    jobs = -(-trials // len(counts)) if folder is not None else 0
+    folder, why = _sent(model) if apart else (None, "")
+    shares = {name: -(-trials // len(settings)) for name, settings in apart.items()} if folder is not None else {}
     with _class_map(model) as rules, engine.applied(model, tier):
         covered = coverage(model, tier)
-        work.phase(True, jobs)
+        work.phase(True, shares)
         md5 = work.reference_md5()
-    work.phase(False, jobs)
-    if folder is not None:
-        work.threads(folder, tier, counts)
-    elif "threads" in chosen:
-        work.results["threads"].note = why
+    work.phase(False, shares)
+    for name, settings in apart.items():
+        if folder is not None:
+            work.apart(name, folder, tier, settings)
+        else:
+            work.results[name].note = why
     machine = environment()
     return Certificate(
-        tier=tier, model=_about(model), axes=work.results, md5=md5, coverage=covered, class_map=rules,
-        environment=machine, limits=_limits(model, work.results),
+        tier=tier, spec=_spec(tier), model=_about(model), axes=work.results, md5=md5, coverage=covered, class_map=rules,
+        environment=machine, limits=_limits(model, tier, work.results),
+        prompts={prompt.id: list(tokens) for prompt, tokens in zip(asked, inputs, strict=True)},
         settings={
             "trials": trials, "seed": seed, "new_tokens": new_tokens, "threads": torch.get_num_threads(),
             "prompt_lengths": [len(tokens) for tokens in inputs],
@@ -91,8 +99,8 @@ def verify(model: nn.Module, prompts: Any, tier: str = "invariant", axes: Sequen
     )  # fmt: skip
 
 
-def check_axes(axes: Sequence[str] | None) -> list[str]:
-    """The axes asked for, by name; None is all.
+def check_axes(axes: Sequence[str] | None, tier: str) -> list[str]:
+    """The axes asked for, by name; None is all that the tier promises.
 
     Raises:
         UsageError: none, one that is not known, or one twice.
@@ -100,19 +108,22 @@ def check_axes(axes: Sequence[str] | None) -> list[str]:
     names = ", ".join(AXES)
     if isinstance(axes, str):
         raise UsageError(f"axes={axes!r} is one text; give a list, such as axes=[{axes.split(',')[0].strip()!r}].")
-    chosen = list(AXES) if axes is None else list(axes)
+    chosen = axes_of(tier) if axes is None else list(axes)
     if not chosen:
         raise UsageError(f"verify needs at least one axis; got axes=[]. Choose from {names}.")
     for axis in chosen:
         if axis not in AXES:
             raise UsageError(f"verify knows no axis {axis!r}; choose from {names}.")
+        needed = AXES[axis].needs_tier
+        if needed not in (None, tier):
+            raise UsageError(f"axis {axis!r} needs tier={needed!r}: under {tier!r} a sum in parts is another sum.")
     if len(set(chosen)) < len(chosen):
         raise UsageError(f"an axis is named twice in axes={chosen}; name each once.")
     return chosen
 
 
-def _check(model: Any, axes: Any, trials: Any, new_tokens: Any, threads: Any) -> list[str]:
-    chosen = check_axes(axes)
+def _check(model: Any, tier: str, axes: Any, trials: Any, new_tokens: Any, threads: Any) -> list[str]:
+    chosen = check_axes(axes, tier)
     for name, value in (("trials", trials), ("new_tokens", new_tokens)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name}={value!r} is not possible; verify needs a whole number of at least 1.")
@@ -157,24 +168,41 @@ def _class_map(model: nn.Module) -> Iterator[dict[str, Any]]:
         known.asked |= others
 
 
+def _spec(tier: str) -> str:
+    return str(getattr(importlib.import_module(engine.TIERS[tier]), "SPEC", ""))
+
+
 def _about(model: Any) -> dict[str, Any]:
     first = next(model.parameters())
     return {
         "class": type(model).__name__,
-        "name": str(getattr(model.config, "_name_or_path", "") or "in memory"),
+        "name": str(getattr(model.config, "_name_or_path", "") or IN_MEMORY),
         "dtype": str(first.dtype).removeprefix("torch."),
         "device": first.device.type,
         "attention": str(getattr(model.config, "_attn_implementation", None)),
         "parameters": sum(p.numel() for p in model.parameters()),
-    }
+    } | weights_digests(model)
 
 
-def _limits(model: nn.Module, results: dict[str, Any]) -> list[str]:
+def weights_digests(model: nn.Module) -> dict[str, str]:
+    """Names a model's bits: SHA-256 over the digests of its parameters, and over those of its buffers."""
+    digests, buffers = digests_of(model), {name for name, _ in model.named_buffers()}
+    made = {}
+    for what, is_buffer in (("parameters_digest", False), ("buffers_digest", True)):
+        lines = sorted(f"{name} {digest}" for name, digest in digests.items() if (name in buffers) == is_buffer)
+        made[what] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return made
+
+
+def _limits(model: nn.Module, tier: str, results: dict[str, Any]) -> list[str]:
     """What this certificate does not speak of."""
     device = device_of(model).type
     limits = ["no GPU ran any of this" if device == "cpu" else f"a {device} device ran this, a CPU did not"]
-    limits.append("one machine ran this: another CPU, instruction set or version of torch may give other bits")
-    missing = [name for name in AXES if name not in results]
+    if _spec(tier):
+        limits.append("one machine ran this: whether another gives the same bits, `detlab verify --certificate` tells there")
+    else:
+        limits.append("one machine ran this: another CPU, instruction set or version of torch may give other bits")
+    missing = [name for name in axes_of(tier) if name not in results]
     if missing:
         limits.append(f"axes that were not asked for: {', '.join(missing)}")
     return limits

@@ -21,15 +21,21 @@ from detlab import bits
 from detlab.engine.sampling import owned_sampling
 from detlab.process import child
 from detlab.prompts import Prompt
+from detlab.verify.apart import Elsewhere, kernels_digest
 from detlab.verify.axes import AXES, Axis, Trial
 from detlab.verify.certificate import AxisResult, Mismatch
+from detlab.verify.parts import Tally, in_parts
 from detlab.verify.serve import Way, generated, kept_positions, logits_of, watched
 
 __all__ = ["Matrix", "first_mismatch"]
 
 Progress = Callable[[int, int, str], None]
 _IN_MEMORY = 32  # references that are kept at a time
-_NEEDS = {"rows": "rows_sharing_a_pass", "padding": "passes_with_padding", "cache": "passes_that_hit_a_cache"}
+#: What the evidence must count, and how much of it.
+_NEEDS = {
+    "rows": ("rows_sharing_a_pass", 2), "padding": ("passes_with_padding", 1), "cache": ("passes_that_hit_a_cache", 1),
+    "parts": ("most_parts_of_a_sum", 2), "settings": ("settings_that_move_stock_kernels", 1), "offset": ("tensors_moved", 1),
+}  # fmt: skip
 
 
 class Matrix:
@@ -42,20 +48,27 @@ class Matrix:
         self.results = {name: AxisResult(name, is_twin=AXES[name].is_twin) for name in chosen}
         self.progress, self.done, self.total = progress, 0, 2 * trials * len(chosen)
         self.texts: dict[tuple[bool, int], list[int]] = {}
-        self._jobs: dict[bool, list[tuple[int, Way, dict[str, Any], Tensor]]] = {True: [], False: []}
+        self._jobs: dict[tuple[str, bool], list[tuple[int, Way, dict[str, Any], Tensor]]] = {}
         self._shared_pool = inputs[:8]
         self.known: OrderedDict[Any, Any] = OrderedDict()
         self.is_tier = True
+        self.tally = Tally()
         self.logits_dtype: torch.dtype | None = None
 
-    def phase(self, is_tier: bool, thread_jobs: int) -> None:
-        """All axes but that of the threads, under the tier or with it off; and that one's jobs, for comparison."""
+    def phase(self, is_tier: bool, shares: dict[str, int]) -> None:
+        """All axes under the tier or with it off, but for those of fresh processes: their jobs, for comparison.
+
+        Args:
+            is_tier: which of the two.
+            shares: by axis of fresh processes, jobs for each process.
+        """
         self.is_tier = is_tier
         self.known.clear()
         for name, result in self.results.items():
-            if name == "threads":
+            if AXES[name].is_apart:
                 continue
             started = time.perf_counter()
+            self.tally = Tally()
             with watched(self.model) as watch:
                 for prompt, trial in itertools.islice(self._trials(AXES[name]), 4 * self.trials):
                     self._try(result, prompt, trial)
@@ -64,12 +77,24 @@ class Matrix:
             result.seconds += time.perf_counter() - started
             if is_tier:
                 result.evidence = watch.to_json()
-                need = _NEEDS.get(AXES[name].needs)
-                least = 2 if need == "rows_sharing_a_pass" else 1
-                if need and result.evidence[need] < least:
-                    result.note = f"nothing was tested: {need.replace('_', ' ')} {result.evidence[need]}"
-                    result.comparisons = result.mismatches = result.token_mismatches = 0
-        self.prepare_threads(thread_jobs)
+                if self.tally.products:
+                    result.evidence |= {
+                        "sums_in_parts": self.tally.products, "most_parts_of_a_sum": self.tally.most_parts,
+                    }  # fmt: skip
+                self._require(result)
+        for name, share in shares.items():
+            self._prepare_apart(name, share)
+
+    def _require(self, result: AxisResult) -> None:
+        """Takes the comparisons back where the evidence says that nothing was varied."""
+        needs = AXES[result.axis].needs
+        if not needs:
+            return
+        name, least = _NEEDS[needs]
+        found = result.evidence.get(name, 0)
+        if found < least:
+            result.note = f"nothing was tested: {name.replace('_', ' ')} {found}"
+            result.comparisons = result.mismatches = result.token_mismatches = 0
 
     def _trials(self, axis: Axis) -> Iterator[tuple[int, Trial]]:
         """Trials of an axis, prompt after prompt; the same in both phases."""
@@ -106,7 +131,8 @@ class Matrix:
                 tokens, logits = generated(model, *ask)
             return tokens, self._as_computed(logits)
         text = self.text(prompt)
-        logits = logits_of(self.model, text, way, self._pool(prompt), kept_positions(len(text)))
+        with in_parts(self.model, way, self.tally):
+            logits = logits_of(self.model, text, way, self._pool(prompt), kept_positions(len(text)))
         return logits.argmax(-1), logits
 
     def _as_computed(self, logits: Tensor) -> Tensor:
@@ -182,35 +208,50 @@ class Matrix:
         else:
             result.control_first = found
 
-    # ------------------------------------------------------------------------------------------------------- threads
-    def prepare_threads(self, share: int) -> None:
-        """Serves the jobs of the threads axis in this process, for comparison; ``share``: jobs for each fresh process."""
-        for prompt, trial in itertools.islice(self._trials(AXES["threads"]), share):
+    # ------------------------------------------------------------------------------------------------- fresh processes
+    def _prepare_apart(self, axis: str, share: int) -> None:
+        """Serves the jobs of an axis of fresh processes in this one, for comparison; ``share``: jobs for each process."""
+        for prompt, trial in itertools.islice(self._trials(AXES[axis]), share):
             text = self.text(prompt)
             keep = kept_positions(len(text))
             logits = logits_of(self.model, text, trial.way, self._shared_pool, keep)[0]
             job = {"text": text, "way": trial.way.to_json(), "keep": keep}
-            self._jobs[self.is_tier].append((prompt, trial.way, job, logits))
+            self._jobs.setdefault((axis, self.is_tier), []).append((prompt, trial.way, job, logits))
 
-    def threads(self, folder: Path, tier: str, counts: Sequence[int]) -> None:
-        """The axis of the threads: the same jobs in a fresh process for each number of threads."""
-        result, started = self.results["threads"], time.perf_counter()
-        asked = {name: [job for _, _, job, _ in self._jobs[is_tier]] for name, is_tier in (("jobs", True), ("control", False))}
-        evidence: dict[str, int] = {}
-        for count in counts:
-            variables = {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
-            request = {"model": str(folder), "tier": tier, "threads": count, "pool": self._shared_pool, **asked}
-            with child(request, variables, None, module="detlab.verify.worker") as made:
+    def apart(self, axis: str, folder: Path, tier: str, settings: Sequence[Elsewhere]) -> None:
+        """An axis of fresh processes: the same jobs in each of them.
+
+        Args:
+            axis: its name.
+            folder: where the model was sent to.
+            tier: the tier.
+            settings: the processes.
+        """
+        result, started = self.results[axis], time.perf_counter()
+        jobs = {is_tier: self._jobs.get((axis, is_tier), []) for is_tier in (True, False)}
+        asked = {name: [job for _, _, job, _ in jobs[is_tier]] for name, is_tier in (("jobs", True), ("control", False))}
+        evidence: dict[str, int] = {"fresh_processes": len(settings)}
+        kernels, apart = kernels_digest(), 0
+        for setting in settings:
+            request = {
+                "model": str(folder), "tier": tier, "threads": setting.threads, "offset": setting.offset,
+                "pool": self._shared_pool, **asked,
+            }  # fmt: skip
+            with child(request, setting.variables, None, module="detlab.verify.worker") as made:
                 logits = load_file(made / "logits.safetensors")
                 seen = json.loads((made / "evidence.json").read_text(encoding="utf-8"))
-            evidence = {name: max(value, evidence.get(name, 0)) for name, value in seen.items()}
+            evidence |= {name: max(value, evidence.get(name, 0)) for name, value in seen["counts"].items()}
+            apart += seen["kernels"] != kernels
             for is_tier, name in ((True, "tier"), (False, "stock")):
                 self.is_tier = is_tier
-                for number, (prompt, way, _, expected) in enumerate(self._jobs[is_tier]):
+                for number, (prompt, way, _, expected) in enumerate(jobs[is_tier]):
                     actual = logits[f"{name}.{number}"][0]
                     sides = [(side.argmax(-1), side) for side in (actual, expected)]
-                    self._compare(result, prompt, replace(way, threads=count), way, self._positions(prompt, way), *sides)
+                    self._compare(result, prompt, replace(way, **setting.way), way, self._positions(prompt, way), *sides)
+        if axis == "isa":
+            evidence["settings_that_move_stock_kernels"] = apart
         result.evidence, result.seconds = evidence, time.perf_counter() - started
+        self._require(result)
 
 
 def first_mismatch(prompt_id: str, way: Way, against: Way, positions: Sequence[int], actual: tuple[Tensor, Tensor],

@@ -91,7 +91,13 @@ def page(certificate: Certificate) -> str:
         "<h2>What the calls looked like</h2>",
         _list(certificate.evidence()),
         "<h2>MD5 of the logits, each prompt alone in one call</h2>",
-        _table("Another party with this machine's class map must get the same", ("prompt", "MD5"), certificate.md5.items()),
+        _table(
+            f"Another party whose integers are exact must get the same: the function is spec {certificate.spec}"
+            if certificate.spec
+            else "Another party with this machine's class map must get the same",
+            ("prompt", "MD5"),
+            certificate.md5.items(),
+        ),
         "<h2>Details</h2>",
         "<details><summary>Ways that were tried</summary>" + _list(ways) + "</details>",
         "<details><summary>Coverage</summary>"

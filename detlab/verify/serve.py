@@ -39,6 +39,10 @@ class Way:
         generates: the model's own ``generate`` decodes the prompt, greedily or sampling.
         temperature: of sampling; 0 is greedy.
         threads: intra-op threads of the process; 0: those of this process.
+        parts: parts in which each linear layer's sum is computed; see `detlab.verify.parts`.
+        order: which terms each part has, and which part is added first.
+        offset: bytes past a multiple of 64 at which weights and what modules take lie in memory; -1: where they happen to.
+        isa: caps of the process's instruction sets, in words; "": none.
     """
 
     batch: int = 1
@@ -53,6 +57,10 @@ class Way:
     generates: bool = False
     temperature: float = 0.0
     threads: int = 0
+    parts: int = 1
+    order: int = 0
+    offset: int = -1
+    isa: str = ""
 
     def __str__(self) -> str:
         """What differs from one plain prefill, or "alone, in one call"."""

@@ -1,4 +1,4 @@
-"""The child of the threads axis, ``python -m detlab.verify.worker FOLDER``: serves texts with another number of threads."""
+"""The child of the axes that need one, ``python -m detlab.verify.worker FOLDER``: serves texts under another setting."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from detlab.engine import session as engine
 from detlab.process import receive_model
+from detlab.verify.apart import kernels_digest, moved
 from detlab.verify.serve import Way, logits_of, watched
 
 __all__ = ["main"]
@@ -29,13 +30,14 @@ def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     torch.set_num_threads(request["threads"])
     model = receive_model(Path(request["model"]))
+    counts = moved(model, request["offset"]) if request["offset"] >= 0 else {}
     out: dict[str, Tensor] = {}
     with engine.applied(model, request["tier"]), watched(model) as watch:
         _served(model, request["jobs"], request["pool"], "tier", out)
+    evidence = watch.to_json() | counts | {"threads": torch.get_num_threads()}
     _served(model, request["control"], request["pool"], "stock", out)
     save_file(out, folder / "logits.safetensors")
-    evidence = watch.to_json() | {"threads": torch.get_num_threads()}
-    (folder / "evidence.json").write_text(json.dumps(evidence), encoding="utf-8")
+    (folder / "evidence.json").write_text(json.dumps({"counts": evidence, "kernels": kernels_digest()}), encoding="utf-8")
 
 
 if __name__ == "__main__":

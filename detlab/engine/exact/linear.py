@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from detlab.engine.canonical import unobserved
-from detlab.engine.exact.digits import DIGITS, MOST_TERMS, pow2, rows_of, signed, weight_digits
+from detlab.engine.exact.digits import DIGITS, MOST_TERMS, Rows, pow2, rows_of, signed, weight_digits
 from detlab.errors import UsageError
 
 __all__ = ["KERNELS", "SPEC", "ExactLinear", "Prepared", "int_products", "prepare", "rounded"]
@@ -188,14 +188,21 @@ class ExactLinear:
 
     def _of(self, x: Tensor) -> Tensor:
         rows = rows_of(x)
-        pieces = []
-        for start, stop, product in self._blocks:
-            total = product(rows.digits).mul_(rows.scale).mul_(self.scale[start:stop])
-            if self.bias is not None:
-                total.add_(self.bias[start:stop])
-            pieces.append(rounded(total, x.dtype))
+        pieces = [self.result(product(rows.digits), rows, x.dtype, start, stop) for start, stop, product in self._blocks]
         out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
         return out if rows.bad is None else out.masked_fill_(rows.bad, float("nan"))
+
+    def sums(self, digits: Tensor) -> Tensor:
+        """T, float64 [M, N], of digits + 64, uint8 [4, M, K]: whole numbers, which may be added to those of other terms."""
+        pieces = [product(digits) for _, _, product in self._blocks]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+    def result(self, total: Tensor, rows: Rows, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+        """What columns start..stop of T, which is overwritten, come to: scaled, with the bias, rounded to the dtype."""
+        total.mul_(rows.scale).mul_(self.scale[start:stop])
+        if self.bias is not None:
+            total.add_(self.bias[start:stop])
+        return rounded(total, dtype)
 
 
 def _packed(digits: Tensor) -> Callable[[Tensor], Tensor]:
