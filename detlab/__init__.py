@@ -2,7 +2,7 @@
 
 >>> import detlab
 >>> sorted(detlab.__all__)[:3]
-['Bench', 'Certificate', 'Comparison']
+['Bench', 'Certificate', 'ClockExperiment']
 
 Importing it changes nothing; names are loaded when they are first used.
 """
@@ -19,6 +19,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from detlab.bench import Bench as Bench
     from detlab.bench import bench as bench
+    from detlab.clocks import ClockExperiment as ClockExperiment
+    from detlab.clocks import clock_experiment as clock_experiment
+    from detlab.clocks import mechanisms as mechanisms
     from detlab.condition import Condition as Condition
     from detlab.coverage import Coverage as Coverage
     from detlab.coverage import coverage as coverage
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
     from detlab.runner import load_trace as load_trace
     from detlab.runner import run as run
     from detlab.sweep import sweep as sweep
+    from detlab.telemetry import Telemetry as Telemetry
+    from detlab.telemetry import telemetry as telemetry
     from detlab.trace.capture import capture as capture
     from detlab.trace.records import Trace as Trace
     from detlab.verify import Certificate as Certificate
@@ -58,6 +63,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Bench": "detlab.bench",
     "Certificate": "detlab.verify",
+    "ClockExperiment": "detlab.clocks",
     "Comparison": "detlab.divergence.result",
     "Condition": "detlab.condition",
     "Coverage": "detlab.coverage",
@@ -67,12 +73,14 @@ _HOMES = {
     "Investigation": "detlab.investigate",
     "Prompt": "detlab.prompts",
     "Run": "detlab.runner",
+    "Telemetry": "detlab.telemetry",
     "Trace": "detlab.trace.records",
     "Triage": "detlab.divergence.triage_result",
     "accumulation_tree": "detlab.divergence.accumulation",
     "apply": "detlab.deterministic",
     "bench": "detlab.bench",
     "capture": "detlab.trace.capture",
+    "clock_experiment": "detlab.clocks",
     "compare": "detlab.divergence.compare",
     "coverage": "detlab.coverage",
     "deterministic": "detlab.deterministic",
@@ -84,12 +92,14 @@ _HOMES = {
     "load_model": "detlab.models",
     "load_prompts": "detlab.prompts",
     "load_trace": "detlab.runner",
+    "mechanisms": "detlab.clocks",
     "minimal_fix": "detlab.remedies",
     "rate": "detlab.remedies",
     "remedies": "detlab.remedies",
     "restore": "detlab.deterministic",
     "run": "detlab.runner",
     "sweep": "detlab.sweep",
+    "telemetry": "detlab.telemetry",
     "triage": "detlab.divergence.triage",
     "try_remedies": "detlab.remedies",
     "verify": "detlab.verify",

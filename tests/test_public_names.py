@@ -9,11 +9,11 @@ import pytest
 import detlab
 
 NAMES = [
-    "Bench", "Certificate", "Comparison", "Condition", "Coverage", "DetlabError", "Divergence", "Explanation",
-    "Investigation", "Prompt", "Run", "Trace", "Triage", "accumulation_tree", "apply", "bench", "capture", "compare",
-    "coverage", "deterministic", "environment", "explain", "first_divergence", "graft", "investigate", "load_model",
-    "load_prompts", "load_trace", "minimal_fix", "rate", "remedies", "restore", "run", "sweep", "triage", "try_remedies",
-    "verify", "viz",
+    "Bench", "Certificate", "ClockExperiment", "Comparison", "Condition", "Coverage", "DetlabError", "Divergence",
+    "Explanation", "Investigation", "Prompt", "Run", "Telemetry", "Trace", "Triage", "accumulation_tree", "apply", "bench",
+    "capture", "clock_experiment", "compare", "coverage", "deterministic", "environment", "explain", "first_divergence",
+    "graft", "investigate", "load_model", "load_prompts", "load_trace", "mechanisms", "minimal_fix", "rate", "remedies",
+    "restore", "run", "sweep", "telemetry", "triage", "try_remedies", "verify", "viz",
 ]  # fmt: skip
 
 
