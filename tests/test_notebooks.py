@@ -36,8 +36,62 @@ WRONG_ANSWERS = {
         "16",
         "lambda numbers, count: numbers.sum(1) + count",
     ],
+    "04-threads-and-hardware": [
+        '"ATEN_CPU_CAPABILITY"',
+        "lambda num, workers: [num * k // workers for k in range(1, workers)]",
+        '"tier=invariant,threads=2,batch_size=3,aten_isa=default,mkl_isa=COMPATIBLE"',
+    ],
     "06-sampling-and-seeds": ["1.0", "lambda seed, request, position: 0.5", "lambda logits, u: logits.argmax(-1)"],
+    "07-mixed-precision": [
+        "0.125",
+        "lambda x: sum(x.unbind(), torch.zeros((), dtype=x.dtype))",
+        'lambda a, b, judge: "a" if (a - judge.bfloat16()).abs().max() < (b - judge.bfloat16()).abs().max() else "b"',
+    ],
     "08-deterministic-engine": ["1000", '"tier=invariant,batch_size=2,padding_side=left"', '["anna", "anna"]'],
+}
+
+# And answers that are right, by another way than the folded solution.
+OTHER_ANSWERS = {
+    "00-start-here": [
+        '"batch_size=4,mates=random,seed=3"',
+        "[1.0, 1e30, -1e30]",
+        "len(result.comparison.origins) / max(1, len(found))",
+    ],
+    "01-addition-is-not-associative": [
+        "2048.0",
+        "lambda x: sum(x[: len(x) // 2].unbind()) + sum(x[len(x) // 2 :].unbind())",
+        'len({detlab.accumulation_tree("mm", 512, rows=r, trials=0).signature for r in range(8, 0, -1)})',
+    ],
+    "02-batch-size": [
+        "[72, 3]",
+        "min(range(12), key=lambda at: float(runs[1].logits[0][at].float().sort().values[-2:].diff()))",
+        "lambda waiting: max(waiting, 8)",
+    ],
+    "03-padding-cache-and-chunks": [
+        "lambda mask: torch.stack([row.cumsum(0) - (row.cumsum(0) > 0).long() for row in mask])",
+        "100_000",
+        '(lambda x, count: __import__("functools").reduce(torch.add, [*x.unbind(1), *torch.zeros(count, len(x))]))',
+    ],
+    "04-threads-and-hardware": [
+        '"mkl_isa"',
+        "lambda num, workers: [num // 9 * k for k in range(1, 9)]",
+        '"tier=exact,threads=4,batch_size=2,mkl_isa=SSE4_2,onednn_isa=SSE41"',
+    ],
+    "06-sampling-and-seeds": [
+        "0.05",
+        "lambda seed, request, position: __import__('random').Random(f'{seed}|{request}|{position}').random()",
+        "lambda logits, u: (logits.exp() / -u.log()).argmax(-1)",
+    ],
+    "07-mixed-precision": [
+        "0.25",
+        "lambda x: torch.tensor(sum(x.tolist())).bfloat16()",
+        "lambda a, b, judge: {-1: 'b', 0: 'neither', 1: 'a'}[int((b - judge).abs().max().sub((a - judge).abs().max()).sign())]",
+    ],
+    "08-deterministic-engine": [
+        "1500.0",
+        '"tier=invariant,batch_size=2,padding_side=right,padding=3,cache=none"',
+        '["1", "2"]',
+    ],
 }
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -191,27 +245,29 @@ def test_the_same_notebook_passes_as_it_is_stored(tmp_path: Path) -> None:
 @pytest.mark.slow
 @each_notebook
 def test_the_exercises_tell_right_from_wrong(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts each folded solution, and then a wrong answer, in its stub's place and runs the notebook."""
+    """Puts each folded solution, another right answer, and a wrong one in its stub's place and runs the notebook."""
     notebook = load(path)
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     folded = re.findall(r"<summary>Solution</summary><(code|pre)>(.*?)</\1>", text, re.DOTALL)
     solutions = [html.unescape(solution) for _, solution in folded]
     stubs = [cell for cell in code_cells(notebook) if re.match(r"\w+ = \.\.\.\n", cell.source)]
-    wrong = WRONG_ANSWERS[path.stem]
-    assert len(stubs) == len(solutions) == len(wrong) >= 2
-    planted = []
-    for cell, solution, answer in zip(stubs, solutions, wrong, strict=True):
+    wrong, other = WRONG_ANSWERS[path.stem], OTHER_ANSWERS[path.stem]
+    assert len(stubs) == len(solutions) == len(wrong) == len(other) >= 2
+    right, planted = [], []
+    for cell, solution, near, also in zip(stubs, solutions, wrong, other, strict=True):
         name, rest = cell.source.split(" = ...\n", 1)
         assert re.search(rf"^{name} = ", solution, re.MULTILINE), solution
         cell.source = f"{solution}\n{rest}"
-        planted.append(nbformat.v4.new_code_cell(f"{name} = {answer}\n{rest}"))
-        notebook.cells.insert(notebook.cells.index(cell) + 1, planted[-1])
+        for answer, found in ((also, right), (near, planted)):
+            found.append(nbformat.v4.new_code_cell(f"{name} = {answer}\n{rest}"))
+            notebook.cells.insert(notebook.cells.index(cell) + 1, found[-1])
     (tmp_path / "data").symlink_to(ROOT / "data")
     folder = tmp_path / "notebooks"
     folder.mkdir()
     monkeypatch.setenv("PYTHONPATH", python_path())
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
     assert [printed(cell) for cell in stubs] == ["right\n"] * len(stubs)
+    assert [printed(cell) for cell in right] == ["right\n"] * len(right)
     refused = [printed(cell) for cell in planted]
     assert all(re.match(r"not yet: (?!replace the dots)", said) for said in refused), refused
 
