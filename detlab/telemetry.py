@@ -179,6 +179,7 @@ class Telemetry:
         steps: (begin, end) of each call of the model, in seconds since the beginning.
         seconds: how long the block took.
         sampling_seconds: CPU time that the sensors' thread took.
+        origin: its beginning by ``time.perf_counter``, which one machine's processes share on Linux.
     """
 
     time: str
@@ -188,7 +189,7 @@ class Telemetry:
     steps: list[tuple[float, float]] = field(default_factory=list, repr=False)
     seconds: float = 0.0
     sampling_seconds: float = 0.0
-    _origin: float = field(default=0.0, repr=False)
+    origin: float = field(default=0.0, repr=False)
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Per sensor that was read: min, mean, max and standard deviation over the samples."""
@@ -295,7 +296,7 @@ def telemetry(model: nn.Module | None = None, *, interval: float = 0.05) -> Iter
 
     def look() -> None:
         sample = sensors.read()
-        record.samples.append({"at": time.perf_counter() - record._origin} | sample)
+        record.samples.append({"at": time.perf_counter() - record.origin} | sample)
 
     def watch() -> None:
         started = time.thread_time()
@@ -304,7 +305,7 @@ def telemetry(model: nn.Module | None = None, *, interval: float = 0.05) -> Iter
         record.sampling_seconds = time.thread_time() - started
 
     thread = threading.Thread(target=watch, name="detlab-telemetry", daemon=True)
-    record._origin = time.perf_counter()
+    record.origin = time.perf_counter()
     look()
     with ExitStack() as stack:
         stack.callback(sensors.close)
@@ -315,10 +316,10 @@ def telemetry(model: nn.Module | None = None, *, interval: float = 0.05) -> Iter
         finally:
             leaving.set()
             thread.join()
-            record.seconds = time.perf_counter() - record._origin
+            record.seconds = time.perf_counter() - record.origin
             look()
             stack.close()
-            record.steps = [(begin - record._origin, end - record._origin) for begin, end in calls or ()]
+            record.steps = [(begin - record.origin, end - record.origin) for begin, end in calls or ()]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from detlab.remedies.registry import plan_of
 from detlab.remedies.remedy import Plan, Remedy
 from detlab.remedies.serve import Served, serve
 from detlab.runner import Progress
+from detlab.telemetry import Sample, telemetry
 
 __all__ = ["Rate", "RunRecord", "rate", "upper_bound"]
 
@@ -36,6 +37,8 @@ class RunRecord:
         logits_md5: per prompt, of all logits, dtype and shape included.
         tokens_md5: per prompt, of the greedy tokens.
         seconds: spent in calls of the model.
+        started: when its first call began, in seconds since that of the reference.
+        machine: means of the sensors over the run (see `detlab.telemetry`): "cpu_busy", "memory_mib", "gpu0_busy", ...
     """
 
     run: int
@@ -44,6 +47,8 @@ class RunRecord:
     logits_md5: list[str]
     tokens_md5: list[str]
     seconds: float
+    started: float
+    machine: Sample = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Rate:
         seed: of the draw.
         reference: the first condition's answers; not one of the runs.
         runs: what was run, in the order drawn.
+        sensors: name -> "read", with a remark where there is one, or "absent: why".
         environment: the machine's record.
     """
 
@@ -66,6 +72,7 @@ class Rate:
     seed: int
     reference: RunRecord = field(repr=False)
     runs: list[RunRecord] = field(repr=False)
+    sensors: dict[str, str] = field(repr=False)
     environment: Environment = field(repr=False)
 
     @property
@@ -111,9 +118,17 @@ class Rate:
     @property
     def batch_sizes(self) -> dict[str, float]:
         """How far the batch size moved: min, max, mean, standard deviation, and that over the mean (0: it did not move)."""
-        sizes = [run.batch_size for run in self.runs]
-        mean, deviation = statistics.fmean(sizes), statistics.pstdev(sizes)
-        return {"min": min(sizes), "max": max(sizes), "mean": mean, "std": deviation, "variation": deviation / mean}
+        return _spread([run.batch_size for run in self.runs])
+
+    @property
+    def utilisation(self) -> dict[str, dict[str, float]]:
+        """How far the use of processors and memory moved from run to run, per sensor; as for `batch_sizes`."""
+        found = {}
+        for name in self.sensors:
+            values = [run.machine[name] for run in self.runs if name in run.machine]
+            if values and name.endswith(_USE):
+                found[name] = _spread(values)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -121,7 +136,8 @@ class Rate:
             "prompts": self.prompts, "conditions": self.conditions, "remedy": self.remedy, "seed": self.seed,
             "outputs": self.outputs, "logits_differ": self.logits_differ, "tokens_differ": self.tokens_differ,
             "divergent_runs": self.divergent_runs, "rate": self.rate, "bound": self.bound, "distinct": self.distinct,
-            "batch_sizes": self.batch_sizes, "reference": asdict(self.reference), "runs": [asdict(run) for run in self.runs],
+            "batch_sizes": self.batch_sizes, "utilisation": self.utilisation, "sensors": self.sensors,
+            "reference": asdict(self.reference), "runs": [asdict(run) for run in self.runs],
             "environment": self.environment.to_json(),
         }  # fmt: skip
 
@@ -133,7 +149,8 @@ class Rate:
             {"run": run.run, "condition": run.condition, "batch_size": run.batch_size, "prompt": prompt,
              "logits_md5": run.logits_md5[prompt], "tokens_md5": run.tokens_md5[prompt],
              "logits_differ": run.logits_md5[prompt] != self.reference.logits_md5[prompt],
-             "tokens_differ": run.tokens_md5[prompt] != self.reference.tokens_md5[prompt], "seconds": run.seconds}
+             "tokens_differ": run.tokens_md5[prompt] != self.reference.tokens_md5[prompt], "seconds": run.seconds,
+             "started": run.started} | run.machine
             for run in self.runs for prompt in range(self.prompts)
         ]  # fmt: skip
         return pd.DataFrame(rows)
@@ -147,7 +164,13 @@ class Rate:
             f"distinct answers a prompt: {', '.join(map(str, self.distinct[:12]))}{' ...' if self.prompts > 12 else ''}",
             f"batch size: {sizes['min']:g} to {sizes['max']:g}, mean {sizes['mean']:.2f}, "
             f"standard deviation {100 * sizes['variation']:.0f} % of it",
+            f"utilisation: {self._use()}",
         ]
+
+    def _use(self) -> str:
+        found = [f"{name} {of['mean']:.3g} ± {of['std']:.2g}" for name, of in self.utilisation.items()]
+        absent = [f"{name} {how}" for name, how in self.sensors.items() if how.startswith("absent") and name.startswith("gpu")]
+        return "; ".join((*found, *absent)) or "no sensor of it here"
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -161,6 +184,15 @@ class Rate:
         rows = "".join(f"<tr><td>{html.escape(c)}</td><td>{n}</td><td>{d}</td></tr>" for c, (n, d) in counts.items())
         words = "".join(f"<p>{html.escape(line)}</p>" for line in self._lines())
         return f"{words}<table><tr><th>condition</th><th>runs</th><th>divergent</th></tr>{rows}</table>"
+
+
+_USE = ("cpu_busy", "process_cores", "memory_mib", "_busy", "_memory_mib")
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    mean, deviation = statistics.fmean(values), statistics.pstdev(values)
+    variation = deviation / mean if mean else 0.0
+    return {"min": min(values), "max": max(values), "mean": mean, "std": deviation, "variation": variation}
 
 
 def upper_bound(count: int, of: int) -> float:
@@ -227,16 +259,25 @@ def rate(model: nn.Module, prompts: Any, conditions: Sequence[Condition | str], 
     drawn = [changed[0], *(draw.choice(changed) for _ in range(runs))]
     served: list[Served] = []
     step = len(drawn) if plan.variables or any(c.variables for c in drawn) else max(10, len(drawn) // 10)
-    for start in range(0, len(drawn), step):  # a fresh process is started once for all runs, a tier entered once a step
-        if progress is not None:
-            progress(max(0, start - 1), runs, plan.name)
-        served += serve(model, inputs, drawn[start : start + step], new_tokens, plan)
+    with telemetry() as record:
+        for start in range(0, len(drawn), step):  # a fresh process is started once for all runs, a tier entered once a step
+            if progress is not None:
+                progress(max(0, start - 1), runs, plan.name)
+            served += serve(model, inputs, drawn[start : start + step], new_tokens, plan)
     if progress is not None:
         progress(runs, runs, plan.name)
-    records = [_record(number - 1, c, one) for number, (c, one) in enumerate(zip(drawn, served, strict=True))]
+    first = served[0].steps[0][0]
+    records = []
+    for number, (condition, one) in enumerate(zip(drawn, served, strict=True)):
+        begin, end = (at - record.origin for at in (one.steps[0][0], one.steps[-1][1]))
+        tokens = [hashlib.md5(repr(t).encode(), usedforsecurity=False).hexdigest() for t in one.tokens]
+        records.append(
+            RunRecord(number - 1, str(condition), condition.batch_size, one.md5, tokens, one.seconds,
+                      one.steps[0][0] - first, record.between(begin, end))
+        )  # fmt: skip
     return Rate(
         prompts=len(inputs), conditions=[str(c) for c in changed], remedy=plan.name, seed=seed, reference=records[0],
-        runs=records[1:], environment=environment(),
+        runs=records[1:], sensors=record.sensors, environment=environment(),
     )  # fmt: skip
 
 
@@ -245,7 +286,3 @@ def _changed(plan: Plan, conditions: list[Condition]) -> list[Condition]:
     largest = max(conditions, key=lambda c: c.batch_size)
     return [plan.changed(condition, largest)[0] for condition in conditions]
 
-
-def _record(number: int, condition: Condition, one: Served) -> RunRecord:
-    tokens = [hashlib.md5(repr(t).encode(), usedforsecurity=False).hexdigest() for t in one.tokens]
-    return RunRecord(number, str(condition), condition.batch_size, one.md5, tokens, one.seconds)
