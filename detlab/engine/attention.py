@@ -18,6 +18,7 @@ from torch import Tensor
 from detlab import bits
 from detlab.engine.cache import BLOCK, CanonicalLayer, Pending
 from detlab.engine.canonical import draw, ledger, name_of, one_thread
+from detlab.engine.capped import capped_attention
 from detlab.engine.step import Step, checked_step
 from detlab.errors import MachineError, UsageError
 
@@ -277,7 +278,7 @@ def canonical_attention(module: Any, query: Tensor, key: Any, value: Any, attent
     Returns:
         [batch, tokens, heads, size], and no weights.
     """
-    step = checked_step(module, attention_mask, dropout, kwargs)
+    step = checked_step(module, attention_mask, dropout, kwargs, covered=("softcap",))
     layer, new_keys, new_values = (
         (key.layer, key.keys, value.values) if isinstance(key, Pending) else (CanonicalLayer(), key, value)
     )
@@ -288,6 +289,11 @@ def canonical_attention(module: Any, query: Tensor, key: Any, value: Any, attent
             f"{type(module).__name__}: heads of {size} for keys and {new_values.shape[3]} for values, {heads} over {groups}; "
             "the invariant tier covers heads of one size in whole groups."
         )
+    if kwargs.get("softcap") is not None:
+        slots = -(-step.slots_needed // BLOCK) * BLOCK
+        keys, values = layer.room(slots, new_keys, new_values)
+        step.store(layer, keys, values, new_keys, new_values)
+        return capped_attention(query, keys, values, step, kwargs["softcap"], scaling), None
     rule = UNPADDED if _is_unpadded else attention_rule(query.dtype, size, query.device)
     keys, values = layer.room(max(step.slots_needed, rule.keys(step.slots_needed)), new_keys, new_values)
     step.store(layer, keys, values, new_keys, new_values)

@@ -170,8 +170,15 @@ class Step:
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
 
 
-def checked_step(module: Any, step: Any, dropout: float, kwargs: dict[str, Any]) -> Step:
+def checked_step(module: Any, step: Any, dropout: float, kwargs: dict[str, Any], covered: tuple[str, ...] = ()) -> Step:
     """What an attention was given in place of a mask, where a tier covers the call.
+
+    Args:
+        module: the attention module.
+        step: what it was given.
+        dropout: must be 0.
+        kwargs: what else it was given.
+        covered: names among kwargs that change the scores and that the tier covers nevertheless.
 
     Raises:
         UsageError: the call needs another mask, dropout, weights, or something that changes the scores.
@@ -186,8 +193,8 @@ def checked_step(module: Any, step: Any, dropout: float, kwargs: dict[str, Any])
     if dropout:
         raise UsageError("attention dropout is on: the engine computes in eval mode. Call model.eval().")
     for given in _UNSUPPORTED:
-        if kwargs.get(given) is not None:
-            raise UsageError(f"{name}: attention with {given} is not covered by any tier.")
+        if kwargs.get(given) is not None and given not in covered:
+            raise UsageError(f"{name}: attention with {given} is not covered by this tier.")
     if kwargs.get("output_attentions"):
         raise UsageError("output_attentions is not available inside detlab.deterministic: no weights are kept.")
     return step
