@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from detlab.errors import DetlabError, UsageError
+from detlab.errors import DetlabError, MachineError, UsageError
 
 HOLDS, DOES_NOT, USAGE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 130
 _ROOT = Path(__file__).resolve().parent.parent
@@ -94,6 +94,19 @@ def _parser() -> argparse.ArgumentParser:
     coverage.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16")
     coverage.add_argument("--json", action="store_true", help="print JSON")
     coverage.set_defaults(run=_coverage)
+
+    rate = commands.add_parser("rate", help="count the answers that part when conditions change, before and after a remedy")
+    rate.add_argument("--model", required=True, help="smollm2-135m, tiny-llama, a folder or a hub id")
+    rate.add_argument("--condition", action="append", metavar="CONDITION",
+                      help=f"one to draw from; the first is the reference; default: {' | '.join(_MIXED)}")  # fmt: skip
+    rate.add_argument("--runs", type=_positive, default=100, metavar="N", help="how many (default 100)")
+    rate.add_argument("--remedy", metavar="NAME", help="also with this one, such as tier-invariant, or several joined by +")
+    rate.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16, float64")
+    rate.add_argument("--prompts", metavar="FILE", help="JSONL or text; default: four of detlab's own assistant prompts")
+    rate.add_argument("--new-tokens", type=_count, default=8, metavar="N", help="tokens to decode (default 8)")
+    rate.add_argument("--seed", type=_count, default=0, metavar="N", help="of what is drawn (default 0)")
+    rate.add_argument("--json", action="store_true", help="print JSON, with the MD5 of every answer")
+    rate.set_defaults(run=_rate)
 
     bench = commands.add_parser("bench", help="time a tier against the stock model, interleaved in one process")
     bench.add_argument("--model", required=True, help="smollm2-135m, tiny-llama, a folder or a hub id")
@@ -284,6 +297,37 @@ def _coverage(options: argparse.Namespace) -> int:
 
     model, _ = load_model(options.model, dtype=options.dtype)
     result = coverage(model, options.tier)
+    _print(result, options.json)
+    return HOLDS if result.holds else DOES_NOT
+
+
+_MIXED = ("default", "batch_size=4", "batch_size=8,padding_side=left")
+
+
+def _rate(options: argparse.Namespace) -> int:
+    from detlab.condition import Condition
+    from detlab.models import load_model
+    from detlab.prompts import load_prompts
+    from detlab.remedies import rate
+    from detlab.remedies.rates import BeforeAfter
+    from detlab.remedies.registry import plan_of
+
+    # Everything that can be wrong is looked at before the model is loaded.
+    conditions = [Condition.parse(text) for text in options.condition or _MIXED]
+    plan = plan_of(options.remedy) if options.remedy is not None else None
+    prompts = load_prompts(options.prompts) if options.prompts else load_prompts(_own_prompts())[:4]
+    model, _ = load_model(options.model, dtype=options.dtype)
+    if plan is not None and (why := plan.reason(model)):
+        raise MachineError(f"the remedy {plan.name!r} cannot be had here: {why}.")
+    line = _ProgressLine()
+    try:
+        before, *after = (
+            rate(model, prompts, conditions, options.runs, remedy, options.seed, new_tokens=options.new_tokens, progress=line)
+            for remedy in ([None] if plan is None else [None, plan.name])
+        )
+    finally:
+        line.close()
+    result = BeforeAfter(before, after[0] if after else None)
     _print(result, options.json)
     return HOLDS if result.holds else DOES_NOT
 

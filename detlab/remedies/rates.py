@@ -23,7 +23,7 @@ from detlab.remedies.serve import Served, serve
 from detlab.runner import Progress
 from detlab.telemetry import Sample, telemetry
 
-__all__ = ["Rate", "RunRecord", "rate", "upper_bound"]
+__all__ = ["BeforeAfter", "Rate", "RunRecord", "rate", "upper_bound"]
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,26 @@ class Rate:
         rows = "".join(f"<tr><td>{html.escape(c)}</td><td>{n}</td><td>{d}</td></tr>" for c, (n, d) in counts.items())
         words = "".join(f"<p>{html.escape(line)}</p>" for line in self._lines())
         return f"{words}<table><tr><th>condition</th><th>runs</th><th>divergent</th></tr>{rows}</table>"
+
+
+@dataclass(frozen=True)
+class BeforeAfter:
+    """A rate without a remedy and the one with it; None where none was asked for."""
+
+    before: Rate
+    after: Rate | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether no run differs: with the remedy, where there is one."""
+        return not (self.after or self.before).divergent_runs
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"before": self.before.to_json(), "after": None if self.after is None else self.after.to_json()}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, filter(None, (self.before, self.after))))
 
 
 _USE = ("cpu_busy", "process_cores", "memory_mib", "_busy", "_memory_mib")
