@@ -15,7 +15,7 @@ from _harness import save
 import detlab
 from detlab.prompts import encode
 
-PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "assistant.jsonl"
+PROMPTS = Path(__file__).parents[1] / "data" / "prompts"
 
 
 def errors(model: Any, judge: Any, inputs: list[list[int]]) -> list[dict[str, float]]:
@@ -51,7 +51,8 @@ def main() -> None:
             judge = copy.deepcopy(model).double()
             if hasattr(judge, "set_experts_implementation") and judge._can_set_experts_implementation():
                 judge.set_experts_implementation("eager")  # the grouped product knows no float64
-            inputs = [tokens[:300] for tokens in encode(detlab.load_prompts(PROMPTS), tokenizer)[:20]]
+            prompts = [p for file in ("assistant", "code") for p in detlab.load_prompts(PROMPTS / f"{file}.jsonl")][:20]
+            inputs = [tokens[:300] for tokens in encode(prompts, tokenizer)]
             rows = errors(model, judge, inputs)
             worst = {key: max(row[key] for row in rows) for key in ("stock", "tier", "stock_rms", "tier_rms")}
             agreement = {key: sum(row[key] for row in rows) / len(rows) for key in ("stock_argmax", "tier_argmax")}

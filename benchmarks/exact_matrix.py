@@ -1,4 +1,4 @@
-"""One MD5 of the logits under the exact tier, over batches, padding, chunks, decoding, caches, threads, instruction sets, splits.
+"""One MD5 of the logits under the exact tier: batches, padding, chunks, decoding, caches, threads, instruction sets, splits.
 
 For each model, dtype and context one text of that many tokens is served in all the ways of `detlab.verify`'s axes, instruction
 sets in fresh processes among them, and so it is with the tier off, as a control: the stock model has several MD5s. What was

@@ -57,6 +57,55 @@ def test_bad_usage_has_exit_code_2(call, prompts, more, message):
     assert (code, out) == (2, "") and message in err
 
 
+def test_a_certificate_is_run_again(call, prompts, tmp_path):
+    path = tmp_path / "c.json"
+    code, _, err = call("verify", "--model", "tiny-llama", "--tier", "exact", "--prompts", prompts, "--axes", "run,split",
+                        "--trials", "2", "--save", path)  # fmt: skip
+    assert (code, err) == (0, "")
+    code, out, err = call("verify", "--certificate", path, "--axes", "run", "--save", tmp_path / "mine.json")
+    assert (code, err) == (0, "") and out.startswith("certificate confirmed: 2 of 2 MD5s") and "(spec tri4) holds" in out
+    assert Certificate.load(tmp_path / "mine.json").md5 == Certificate.load(path).md5
+    forged = Certificate.load(path)
+    forged.md5["b"] = "0" * 32
+    forged.save(path)
+    code, out, err = call("verify", "--certificate", path, "--axes", "run", "--json")
+    assert (code, err) == (1, "") and json.loads(out)["differing"] == ["b"]
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"tier": "invariant"}))
+    for content, message in ((None, "was changed since it was written"), ("{", "is not JSON"), ("[]", "holds no certificate")):
+        if content is not None:
+            path.write_text(content)
+        code, out, err = call("verify", "--certificate", path)
+        assert (code, out) == (2, "") and message in err
+    code, out, err = call("verify", "--certificate", tmp_path / "none.json")
+    assert code == 2 and "cannot be read: No such file or directory" in err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "detlab: verify needs a model: --model smollm2-135m, or --certificate FILE, which names one."),
+        (["--certificate", "c.json", "--tier", "exact"], "detlab: --tier is the certificate's; beside --certificate give"),
+        (["--certificate", "c.json", "--new-tokens", "2"], "detlab: --new-tokens is the certificate's;"),
+    ],
+)
+def test_a_model_or_a_certificate(call, more, message):
+    code, out, err = call("verify", *more)
+    assert (code, out) == (2, "") and message in err
+
+
+def test_a_machine_that_is_not_exact_has_exit_code_3(call, prompts, monkeypatch):
+    from detlab.engine.exact import machine
+
+    monkeypatch.setattr(machine, "is_exact", lambda *_: False)
+    machine._choice.cache_clear()
+    try:
+        code, out, err = call("verify", "--model", "tiny-llama", "--tier", "exact", "--prompts", prompts, "--axes", "run")
+    finally:
+        machine._choice.cache_clear()
+    assert (code, out) == (3, "") and "product is not exact on this machine" in err
+
+
 def test_coverage(call):
     code, out, err = call("coverage", "--model", "tiny-llama", "--json")
     data = json.loads(out)

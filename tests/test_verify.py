@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch import nn
 import detlab
 from detlab.engine import session as engine
 from detlab.engine.cache import CanonicalLayer
+from detlab.engine.exact.linear import ExactLinear
 from detlab.errors import UsageError
-from detlab.verify import AxisResult, Certificate
-from detlab.verify.axes import AXES, Axis, Trial
-from detlab.verify.certificate import upper_bound
+from detlab.verify import AxisResult, Certificate, apart, recheck
+from detlab.verify.axes import AXES, Axis, Trial, axes_of
+from detlab.verify.certificate import _checksum, upper_bound
 from detlab.verify.serve import Way, kept_positions, logits_of
 from tests.bit_classes import bitwise_equal, row_class_equal
 
@@ -39,7 +41,7 @@ def certificate(model, prompts):
 
 # ---------------------------------------------------------------------------------------------------- what it shows
 def test_every_axis_is_tried_and_holds(certificate):
-    assert list(certificate.axes) == list(AXES)
+    assert list(certificate.axes) == axes_of("invariant")
     assert certificate.holds and not certificate.is_refuted
     for axis in certificate.axes.values():
         assert axis.comparisons >= 4 and axis.mismatches == axis.token_mismatches == 0 and axis.first is None
@@ -150,6 +152,75 @@ def test_an_uncovered_op_refutes(prompts):
     assert "not covered: model.layers.0.mlp · aten::mean" in str(found)
 
 
+# ----------------------------------------------------------------------------------------------------- the exact tier
+@pytest.fixture(scope="module")
+def exact(model, prompts):
+    """The axes that are the exact tier's own; all five instruction sets are tried in tests/engine/exact."""
+    least = list(apart.ISAS)[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apart, "ISAS", {least: apart.ISAS[least]})
+        patch.setattr(apart, "ALIGNMENTS", (4,))
+        return detlab.verify(model, prompts, "exact", ["decode", "split", "isa", "alignment"], trials=3)
+
+
+def test_the_exact_tier_promises_more(exact):
+    assert axes_of("exact") == list(AXES) and not {"isa", "split", "alignment"} & set(axes_of("invariant"))
+    assert exact.holds and exact.spec == "tri4" and "tier 'exact' (spec tri4) holds" in exact.headline
+    seen = {name: axis.evidence for name, axis in exact.axes.items()}
+    assert seen["split"]["most_parts_of_a_sum"] == 7 and seen["split"]["sums_in_parts"] > 40
+    assert exact.axes["split"].verdict == "holds"  # on every machine: float32 sums in parts are other sums
+    assert seen["alignment"]["tensors_moved"] > 10 and seen["alignment"]["inputs_moved"] > 10
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert seen["isa"]["settings_that_move_stock_kernels"] == 1 and exact.axes["isa"].verdict == "holds"
+    assert any("isa=ATen default" in way for way in exact.axes["isa"].ways)
+    assert any("parts=7" in way and "order=" in way for way in exact.axes["split"].ways)
+
+
+def test_ranks_that_add_in_float32_are_found(model, prompts, monkeypatch):
+    original = ExactLinear.sums
+    monkeypatch.setattr(ExactLinear, "sums", lambda self, digits: original(self, digits).float().double())
+    found = detlab.verify(model, prompts, "exact", ["split"], trials=3)
+    assert found.axes["split"].verdict == "does not hold" and found.is_refuted
+
+
+def test_instruction_sets_that_stay_are_not_tested(model, prompts, monkeypatch):
+    monkeypatch.setattr(apart, "ISAS", {"none": {}})
+    found = detlab.verify(model, prompts, "exact", ["isa"], trials=1)
+    assert found.axes["isa"].verdict == "not tested" and not found.holds and not found.is_refuted
+    assert found.axes["isa"].note == "nothing was tested: settings that move stock kernels 0"
+
+
+def test_another_party_runs_a_certificate_again(exact, tmp_path):
+    stated = Certificate.load(exact.save(tmp_path / "certificate.json"))
+    found = recheck(stated, axes=["split"])  # the model is the one that the certificate names
+    assert found.holds and not found.is_refuted and found.found.md5 == exact.md5
+    assert found.headline.startswith("certificate confirmed: 2 of 2 MD5s are those of the certificate, made 20")
+    assert found.to_json()["differing"] == [] and list(found.found.axes) == ["split"]
+    # A digest that was changed, and the checksum with it, is what running it again is for.
+    forged = Certificate.load(exact.save(tmp_path / "forged.json"))
+    forged.md5["first"] = "0" * 32
+    found = recheck(Certificate.load(forged.save(tmp_path / "forged.json")), axes=["split"])
+    assert not found.holds and found.is_refuted and found.differing == ["first"]
+    assert found.headline.startswith("certificate refuted: 1 of 2 MD5s") and "other bits for first" in found.headline
+
+
+def test_what_cannot_be_run_again(exact, certificate, model):
+    other = detlab.load_model("tiny-llama")[0]
+    with torch.no_grad():
+        other.lm_head.weight[3, 4] += 1
+    with pytest.raises(UsageError, match=r"this is not the certified model: its parameters have other bits than those of tiny"):
+        recheck(exact, other)
+    with pytest.raises(UsageError, match="the certificate has no axis run; it has decode, split, isa, alignment"):
+        recheck(exact, model, axes=["run"])
+    nameless = replace(exact, model=exact.model | {"name": "in memory"})
+    with pytest.raises(UsageError, match=r"of a model in memory, which it cannot name; give the model \(--model\)"):
+        recheck(nameless)
+    # The invariant tier's bits are this machine's: other rules, other bits, and no one is refuted.
+    elsewhere = replace(certificate, class_map=certificate.class_map | {"ledger": "another"}, md5={"first": "0" * 32})
+    found = recheck(elsewhere, model, axes=["run"])
+    assert not found.holds and not found.is_refuted and found.headline.startswith("certificate not confirmed")
+
+
 # --------------------------------------------------------------------------------------------- what shows nothing
 def test_an_axis_says_when_its_control_shows_nothing():
     axis = AxisResult("batch", comparisons=9, control_comparisons=9)
@@ -208,7 +279,7 @@ def test_a_changed_certificate_is_refused(certificate, tmp_path):
     with pytest.raises(UsageError, match="was changed since it was written"):
         Certificate.load(path)
     path.write_text(json.dumps(data | {"schema": 99}))
-    with pytest.raises(UsageError, match="a certificate of schema 99; this version reads 1"):
+    with pytest.raises(UsageError, match="a certificate of schema 99; this version reads 2"):
         Certificate.load(path)
     path.write_text("{}")
     with pytest.raises(UsageError, match="holds no certificate"):
@@ -218,6 +289,10 @@ def test_a_changed_certificate_is_refused(certificate, tmp_path):
         Certificate.load(path)
     with pytest.raises(UsageError, match="cannot be read"):
         Certificate.load(tmp_path / "none.json")
+    del data["sha256"], data["model"]
+    path.write_text(json.dumps(data | {"sha256": _checksum(data)}))
+    with pytest.raises(UsageError, match=r"is damaged \(KeyError: 'model'\). Run detlab.verify again."):
+        Certificate.load(path)
     with pytest.raises(UsageError, match="does not exist. Make it first."):
         certificate.save(tmp_path / "no" / "certificate.json")
 
@@ -235,7 +310,8 @@ def test_pages_escape_and_load_nothing(certificate, tmp_path):
     ("more", "message"),
     [
         ({"axes": []}, "verify needs at least one axis; got axes=[]. Choose from batch, position, neighbours, padding, chunk, "
-                       "decode, cache, threads, sampling, run."),
+                       "decode, cache, threads, sampling, run, isa, split, alignment."),
+        ({"axes": ["split"]}, "axis 'split' needs tier='exact': under 'invariant' a sum in parts is another sum."),
         ({"axes": ["batches"]}, "verify knows no axis 'batches'; choose from batch, position,"),
         ({"axes": "batch,run"}, "axes='batch,run' is one text; give a list, such as axes=['batch']."),
         ({"axes": ["run", "run"]}, "an axis is named twice in axes=['run', 'run']; name each once."),

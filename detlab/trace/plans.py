@@ -22,6 +22,7 @@ _CONTEXT_ARGS = {
     "_scaled_dot_product_flash_attention_for_cpu": _ATTENTION, "_scaled_dot_product_flash_attention": _ATTENTION,
     "_scaled_dot_product_efficient_attention": _ATTENTION, "_scaled_dot_product_cudnn_attention": _ATTENTION,
     "scaled_dot_product_attention": _ATTENTION, "_scaled_dot_product_fused_attention_overrideable": _ATTENTION,
+    "exact_attention": _ATTENTION,
 }  # fmt: skip
 # Arguments that say where rows go, not what is in them: they follow the batch, and so are no inputs to be compared.
 _PLACES = {

@@ -26,6 +26,7 @@ from torch import Tensor
 from detlab.engine.cache import CanonicalLayer, Pending
 from detlab.engine.exact.functions import STEPS, UNIT, exp2_
 from detlab.engine.exact.linear import rounded
+from detlab.engine.exact.shown import shown
 from detlab.engine.step import Step, checked_step
 from detlab.errors import UsageError
 
@@ -154,8 +155,13 @@ def exact_attention(module: Any, query: Tensor, key: Any, value: Any, attention_
     keys, values = layer.room(step.slots_needed, new_keys, new_values)
     step.store(layer, keys, values, new_keys, new_values)
     factor = (size**-0.5 if scaling is None else float(scaling)) * UNIT
-    out = _tiles(numbers(query, query_bits(size)), keys, values, step, factor, groups)
-    return rounded(out, query.dtype), None
+
+    def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        out = _tiles(numbers(query, query_bits(size)), keys, values, step, factor, groups)
+        return rounded(out, query.dtype).transpose(1, 2)
+
+    seen = step.slots_needed
+    return shown("attention", attention, query, keys[:, :, :seen], values[:, :, :seen]).transpose(1, 2), None
 
 
 def _tiles(query: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, step: Step, factor: float, groups: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from detlab.engine.exact.functions import softmax
 from detlab.engine.exact.linear import ExactLinear, prepare, rounded
+from detlab.engine.exact.shown import shown
 from detlab.errors import UsageError
 
 __all__ = ["ExactExperts", "ExactRouter", "chosen", "combined"]
@@ -55,6 +56,9 @@ class ExactExperts:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As the module's forward: [tokens, hidden] and each token's experts and weights, [tokens, chosen]."""
+        return shown("experts", self._apply, hidden_states, top_k_index, top_k_weights)
+
+    def _apply(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, count = top_k_index.shape
         experts = top_k_index.reshape(-1)
         order = experts.argsort(stable=True)

@@ -20,6 +20,7 @@ from transformers import activations
 
 from detlab.engine.canonical import unobserved
 from detlab.engine.exact.linear import rounded
+from detlab.engine.exact.shown import shown
 from detlab.errors import UsageError
 
 __all__ = ["STEPS", "UNIT", "activation_of", "exp", "exp2_", "powers", "softmax"]
@@ -203,7 +204,8 @@ def activation_of(module: Any, what: str) -> Callable[[Tensor], Tensor]:
             f"{what} is a {type(module).__name__}, which the exact tier has no arithmetic of its own for; it has "
             f"{', '.join(FUNCTIONS)}."
         )
-    return _of_pieces(FUNCTIONS[name])
+    function = _of_pieces(FUNCTIONS[name])
+    return lambda x: shown("activation", function, x)
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -212,6 +214,10 @@ def softmax(x: Tensor) -> Tensor:
     p = exp(x - max), with x - max >= -44.4, rounded to a multiple of 2**-40; their sum is exact; p / sum is rounded to
     float64, then to float32. A row with a NaN or +Inf becomes NaN; -Inf counts nothing.
     """
+    return shown("softmax", _softmax, x)
+
+
+def _softmax(x: Tensor) -> Tensor:
     wide = x.double()
     t = (wide - wide.amax(-1, keepdim=True)).mul_(UNIT).clamp_(-64.0 * STEPS, 0.0)
     p = exp2_(t, 40).round_()

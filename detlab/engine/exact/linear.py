@@ -25,6 +25,7 @@ from torch import Tensor
 
 from detlab.engine.canonical import unobserved
 from detlab.engine.exact.digits import DIGITS, MOST_TERMS, Rows, pow2, rows_of, signed, weight_digits
+from detlab.engine.exact.shown import shown
 from detlab.errors import UsageError
 
 __all__ = ["KERNELS", "SPEC", "ExactLinear", "Prepared", "int_products", "prepare", "rounded"]
@@ -176,6 +177,9 @@ class ExactLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Applies the layer to [..., K]; returns [..., N] in x's dtype. A row with a NaN or an infinity becomes NaN."""
+        return shown("linear", self._apply, x)
+
+    def _apply(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.num_in)
         if len(flat) == 1:
             out = self._of(flat)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from detlab.engine.exact.digits import LEAST, MOST_TERMS
 from detlab.engine.exact.linear import rounded
+from detlab.engine.exact.shown import shown
 from detlab.errors import UsageError
 
 __all__ = ["is_norm", "layer_norm", "norm_of", "rms_norm"]
@@ -97,7 +98,7 @@ def norm_of(module: Any, what: str) -> Callable[[Tensor], Tensor]:
             over = list(module.normalized_shape)
             raise UsageError(f"{what}: a LayerNorm over {over}; the exact tier covers the last dimension.")
         weight, bias = _Wide(module, "weight", 0.0), _Wide(module, "bias", 0.0)
-        return lambda x: layer_norm(x, weight(), bias(), module.eps)
+        return lambda x: shown("norm", lambda rows: layer_norm(rows, weight(), bias(), module.eps), x)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     given = getattr(module, "weight", None)
     if not isinstance(eps, float) or not isinstance(given, Tensor) or given.ndim != 1 or given.shape[0] > MOST_TERMS:
@@ -106,7 +107,7 @@ def norm_of(module: Any, what: str) -> Callable[[Tensor], Tensor]:
     if not known:
         raise UsageError(f"{what} is a {name} with more than a weight; the exact tier does not know what it computes.")
     scale = _Wide(module, "weight", 1.0 if _adds_one(module) else 0.0)
-    return lambda x: rms_norm(x, scale(), eps)
+    return lambda x: shown("norm", lambda rows: rms_norm(rows, scale(), eps), x)
 
 
 class _Wide:

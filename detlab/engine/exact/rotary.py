@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from detlab.engine.canonical import unobserved
 from detlab.engine.elementwise import RotaryTable
 from detlab.engine.exact.functions import MAGIC
 from detlab.engine.exact.linear import rounded
@@ -94,6 +95,7 @@ class ExactRotary:
             known = self.tables[key] = self._make(x, -(-max(needed, 1) // 512) * 512, layer_type)
         return F.embedding(position_ids, known[0]), F.embedding(position_ids, known[1])
 
+    @unobserved
     def _make(self, x: Tensor, length: int, layer_type: str) -> tuple[Tensor, Tensor]:
         frequencies = self._named(layer_type, "inv_freq").to(device=x.device, dtype=torch.float32)
         scaling = float(self._named(layer_type, "attention_scaling"))

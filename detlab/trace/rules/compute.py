@@ -41,6 +41,7 @@ def pointwise(op: Op) -> Layout | None:
     "cumprod", "native_dropout", "dropout", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
     "empty_like", "bernoulli", "bernoulli_", "dropout_", "tril", "triu", "zero_", "fill_", "normal_", "uniform_",
     "masked_fill_", "_safe_softmax", "view_as_real_copy", "logcumsumexp",
+    "exact_norm", "exact_activation", "exact_softmax", "exact_experts",
 )  # fmt: skip
 def _same(op: Op) -> Sequence[Layout | None]:
     return [op.lay(0)] * len(op.outputs)
@@ -127,7 +128,7 @@ def _batched(a: Layout | None, b: Layout | None, shape: Sequence[int]) -> Layout
     return None if lead is None else (lead, a[1], b[2])
 
 
-@rule("linear", "_linear_pointwise", "mkldnn_linear")
+@rule("linear", "_linear_pointwise", "mkldnn_linear", "exact_linear")
 def _linear(op: Op) -> Layout | None:
     a = op.lay(0)
     return None if a is None else (*a[:-1], feature(shape_of(op)[-1]))
@@ -136,7 +137,7 @@ def _linear(op: Op) -> Layout | None:
 @rule(
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "scaled_dot_product_attention",
-    "_scaled_dot_product_attention_math_for_mps", "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_attention_math_for_mps", "_scaled_dot_product_fused_attention_overrideable", "exact_attention",
 )  # fmt: skip
 def _attention(op: Op) -> Sequence[Layout | None]:
     q = op.lay(0)

@@ -9,6 +9,7 @@ import torch
 import detlab
 from detlab.engine import session
 from detlab.engine.exact import functions, linear, machine, norms
+from detlab.engine.exact.split import SplitLinear
 from detlab.verify.serve import Way, logits_of
 
 TEXT = [(index * 7919 + 11) % 250 for index in range(40)]
@@ -30,18 +31,10 @@ def drawn(*shape, seed):
 
 
 def split(x, weight, parts, seed):
-    """T of a product whose terms are cut in parts, which are added in another order."""
-    prepared = linear.prepare(weight)
-    digits = linear.rows_of(x).digits
+    """A product whose terms are dealt out in parts, which are added in another order."""
     pieces = list(torch.arange(x.shape[1]).chunk(parts))
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed)).tolist()
-    total = None
-    for index in order:
-        piece = pieces[index]
-        layer = linear.ExactLinear([linear.Prepared(prepared.digits[:, :, piece], prepared.exponents)], [None], "int8")
-        product = layer._blocks[0][2](digits[:, :, piece].contiguous())
-        total = product if total is None else product + total
-    return total
+    return SplitLinear(linear.prepare(weight), None, [pieces[index] for index in order], machine.choose_kernel())(x)
 
 
 def main(names):

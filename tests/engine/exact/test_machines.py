@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import detlab
-from detlab.engine.exact import linear, machine
+from detlab.engine.exact import attention, digits, linear, machine
 from detlab.errors import MachineError, UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -84,6 +84,16 @@ def test_the_kernels_here_are_exact():
     assert "float64" in exact and machine.choose_kernel() in exact
 
 
+@pytest.mark.parametrize("kernel", linear.KERNELS)
+def test_the_longest_sum_of_the_largest_digits(kernel):
+    """65,536 terms, all digits at their limits: what the bit budget is made for."""
+    if not machine.is_exact(kernel):
+        pytest.skip(f"the {kernel} product is not exact here, and refused")
+    x, weight = machine._extremes(3, digits.MOST_TERMS, 1), machine._extremes(3, digits.MOST_TERMS, 2)
+    found = machine._products(x, weight, kernel)
+    assert torch.equal(found, machine._expected(x, weight).double()) and float(found.abs().max()) < 2.0**50
+
+
 def saturating(digits, weight):
     """An int8 product of a CPU without VNNI, of digits that are not kept within 64: pairs are added in 16 bits."""
     shifted = digits.int() + 128
@@ -129,3 +139,13 @@ def test_flushed_subnormals_are_refused():
 def test_an_unknown_kernel():
     with pytest.raises(UsageError, match="kernel='int4' is not known; choose from packed, int8, float64"):
         machine.choose_kernel(only="int4")
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+def test_what_the_page_shows_is_so(capsys):
+    page = (ROOT / "docs" / "exact-tier.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    exec(compile(code, "exact-tier.md", "exec"), {})
+    assert capsys.readouterr().out == "2 1\n" and "# 2 1: " in code
+    for number in (attention.MOST_TOKENS, digits.MOST_TERMS):
+        assert f"{number:,}" in page

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from detlab.engine.exact import functions, linear, norms, reference, rotary
+from detlab.engine.exact import attention, functions, linear, norms, reference, rotary
 from detlab.engine.exact.attention import BITS, _sealed, attend, encoded, numbers, query_bits
 from detlab.engine.exact.digits import rows_of, signed
 from detlab.engine.exact.experts import _sum_in_order, chosen, combined
@@ -158,10 +158,12 @@ def test_attention_in_any_order_and_with_what_is_not_seen():
     assert bool(out[:, :, 2].isnan().all()) and bitwise_equal(out[:, :, [0, 1, 3, 4]], expected[:, :, [0, 1, 3, 4]])
 
 
-def test_attention_of_many_tokens():
-    """More terms than float64 adds exactly: the sums go on in whole numbers of 64 bits."""
-    q, k, v = draw(1, 1, 2, 8, seed=1), draw(1, 1, 9000, 8, seed=2) / 64, draw(1, 1, 9000, 8, seed=3)
-    out = attend(numbers(q, query_bits(8)), encoded(k), encoded(v), None, 512.0)
+def test_attention_of_the_most_tokens():
+    """The longest context: sums of more terms than float64 adds exactly go on in whole numbers of 64 bits."""
+    tokens = attention.MOST_TOKENS
+    q, k, v = draw(1, 1, 1, 2, seed=1), draw(1, 1, tokens, 2, seed=2) / 64, draw(1, 1, tokens, 2, seed=3)
+    k[0, 0, tokens // 2 :] = 0.0  # half of them of one weight, and so most of them near the largest there is
+    out = attend(numbers(q, query_bits(2)), encoded(k), encoded(v), None, 512.0)
     cast = reference.cast_to(torch.float32)
     expected = reference.attention(rows(q)[0][0][0], rows(k)[0][0], rows(v)[0][0], 512.0 / functions.UNIT, cast)
     assert same(out[0, 0, 0].float(), expected)
