@@ -177,7 +177,7 @@ def served_model(model: nn.Module, condition: Condition) -> Iterator[nn.Module]:
     compiled = _modules_to_compile(served, condition.compile)
     try:
         if swap:
-            served.set_attn_implementation(condition.attention)
+            _set_attention(served, condition.attention)
         if not compiled:
             yield served
             return
@@ -192,6 +192,17 @@ def served_model(model: nn.Module, condition: Condition) -> Iterator[nn.Module]:
             module.__dict__.pop("forward", None)
         if swap:
             served.set_attn_implementation(before)
+
+
+def _set_attention(served: Any, name: str | None) -> None:
+    """Another attention implementation, or an error: some models refuse, and others only log that they keep their own."""
+    try:
+        served.set_attn_implementation(name)
+    except ValueError as error:
+        why = str(error).splitlines()[0]
+        raise UsageError(f"attention={name!r}: {type(served).__name__} does not have it ({why}).") from error
+    if served.config._attn_implementation != name:
+        raise UsageError(f"attention={name!r}: {type(served).__name__} has an attention of its own; leave it out.")
 
 
 def _modules_to_compile(model: nn.Module, suffix: str | None) -> list[Any]:

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import detlab
@@ -283,6 +284,21 @@ def test_models_that_are_not_of_transformers():
     assert run.trace.unlaid == [] and run.num_steps == 2
     with pytest.raises(UsageError, match=r"^attention='eager': Plain is not a transformers model; leave it out\.$"):
         detlab.run(plain, [[1, 2, 3]], Condition(cache="none", attention="eager"))
+
+
+def test_an_attention_that_a_model_does_not_have_is_refused_and_measured_around():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    more = {"intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 16}
+    gemma2 = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **more)).eval()
+    with pytest.raises(UsageError, match=r"^attention='sdpa': Gemma2ForCausalLM does not have it"):
+        detlab.run(gemma2, [[1, 2, 3]], Condition(attention="sdpa"), new_tokens=1)
+    assert gemma2.config._attn_implementation == "eager"
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)).eval()
+    with pytest.raises(UsageError, match=r"^attention='sdpa': BloomForCausalLM has an attention of its own"):
+        detlab.run(bloom, [[1, 2, 3]], Condition(attention="sdpa"), new_tokens=1)
+    noise = detlab.triage(detlab.compare(*(detlab.run(gemma2, [[1, 2, 3]], Condition(batch_size=n)) for n in (1, 4)))).noise
+    assert noise is None or "attention=sdpa" not in noise.to_json()["measured"]
+
 
 
 # ----------------------------------------------------------------------------------------------------------- NaN
