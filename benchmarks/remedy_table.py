@@ -23,7 +23,7 @@ from detlab.remedies import REMEDIES, Remedy
 NAME = "remedy_table"
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "assistant.jsonl"
 PAIRS = {"batch": ("", "batch_size=6,padding_side=left"), "prefill": ("", "cache=none")}
-NEW_TOKENS = {"batch": 3, "prefill": 2}
+NEW_TOKENS = {"batch": 2, "prefill": 2}
 TRIALS = 1
 
 

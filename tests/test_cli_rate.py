@@ -15,7 +15,7 @@ PARTS = not row_class_equal(torch.float32, 576, 576, 1, 4)  # decoding one row o
 @pytest.fixture
 def call(capsys, tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"id": "a", "tokens": [5, 6, 7, 8, 9, 10, 11, 12]}\n{"id": "b", "tokens": [9, 10, 11]}\n', encoding="utf-8")
+    path.write_text('{"id": "a", "tokens": [5, 6, 7, 8, 9, 10, 11]}\n{"id": "b", "tokens": [9, 10, 11]}\n', encoding="utf-8")
 
     def run(*arguments):
         try:

@@ -155,8 +155,9 @@ class ClockExperiment:
         rows = []
         for run in self.runs:
             record = asdict(run)
-            rows.append(record | record.pop("sensors") | {"differs": run.digest != self.reference})
-        return pd.DataFrame(rows).drop(columns="sensors")
+            sensors = record.pop("sensors")
+            rows.append(record | sensors | {"differs": run.digest != self.reference})
+        return pd.DataFrame(rows)
 
     def _lines(self) -> list[str]:
         bound = "" if self.bound is None else f"; at most {100 * self.bound:.2g} % at 95 %"
