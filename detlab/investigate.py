@@ -109,12 +109,12 @@ def investigate(model: nn.Module, prompts: Any, a: Condition | str = "", b: Cond
     )
     made = Investigation(first, second, comparison, first.environment, call)
     if why:
-        _explain(made)
+        explain_why(made)
     return made
 
 
-def _explain(made: Investigation) -> None:
-    """Adds the answer to "why"; where it cannot be had, the triage's notes say so."""
+def explain_why(made: Investigation) -> None:
+    """Adds the answer to "why" to an investigation; where it cannot be had, the triage's notes say so."""
     made.triage = triage(made.comparison)
     if made.comparison.first is None or made.comparison.first.kind != "origin":
         return

@@ -5,5 +5,8 @@ from detlab.viz.report import report_html, write_report
 from detlab.viz.trees import draw_tree, draw_trees
 from detlab.viz.why import noise_budget
 from detlab.viz.widgets import Explorer
+from detlab.viz.workbench import Workbench
 
-__all__ = ["Explorer", "draw_tree", "draw_trees", "heatmap", "noise_budget", "overview", "report_html", "write_report"]
+__all__ = [
+    "Explorer", "Workbench", "draw_tree", "draw_trees", "heatmap", "noise_budget", "overview", "report_html", "write_report",
+]  # fmt: skip

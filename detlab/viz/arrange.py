@@ -86,6 +86,18 @@ def arrange(grid: Grid, most: int = 400) -> Arrangement:
     return Arrangement(distinct(labels), members, grid.positions[::width], width, state, max_abs, notes)
 
 
+def focus(grid: Grid, layer: str = "") -> tuple[Grid, list[int]]:
+    """The ops of one layer, and which rows of the grid they are; all of them where no layer is named.
+
+    Args:
+        grid: ops x positions.
+        layer: a name that `layer_name` gives.
+    """
+    rows = [row for row, module in enumerate(grid.modules) if not layer or layer_name(module) == layer]
+    names = [grid.modules[row] for row in rows], [grid.ops[row] for row in rows]
+    return Grid(grid.prompt, *names, grid.positions, grid.state[rows], grid.max_abs[rows]), rows
+
+
 def layer_name(module: str) -> str:
     """The layer's number, or the name of a module outside the layers, without "model."."""
     layer = layer_of(module)

@@ -19,15 +19,21 @@ from plotly.offline import get_plotlyjs
 
 from detlab.divergence.result import Comparison
 from detlab.files import write_text
+from detlab.viz.answers import fixes_table, proof_html
+from detlab.viz.elements import elements_in_words, histogram
 from detlab.viz.figures import CONFIG, heatmap, overview
+from detlab.viz.trees import draw_trees
 from detlab.viz.why import why_html
 from detlab.viz.words import escape, first_in_words, number, plural, style, ulps, verdict_words
 
 if TYPE_CHECKING:
+    from detlab.divergence.look import Look
     from detlab.environment import Environment
+    from detlab.inquiry import Fix
     from detlab.investigate import Investigation
 
 MAX_ROWS = 50  # of a table; what is left out is counted
+MAX_LOOKS = 6
 
 
 _DRAW = """
@@ -39,12 +45,15 @@ document.querySelectorAll("script[data-figure]").forEach(function (source) {
 """
 
 
-def write_report(investigation: Investigation, path: str | os.PathLike[str]) -> Path:
+def write_report(investigation: Investigation, path: str | os.PathLike[str], *, fixes: Sequence[Fix] = (),
+                 looks: Sequence[Look] = ()) -> Path:  # fmt: skip
     """Writes a stand-alone HTML report, whole or not at all. It opens offline and follows the reader's theme.
 
     Args:
         investigation: what `investigate` returned.
         path: the file; an existing one is replaced once the new one is complete.
+        fixes: what an `Inquiry` tried on the pair; the last one is shown as the paired proof.
+        looks: what it found inside ops.
 
     Returns:
         The path written.
@@ -52,14 +61,16 @@ def write_report(investigation: Investigation, path: str | os.PathLike[str]) -> 
     Raises:
         UsageError: the folder is missing, the path is a folder, or the file cannot be written.
     """
-    return write_text(path, report_html(investigation), "write_report", "report.html")
+    return write_text(path, report_html(investigation, fixes, looks), "write_report", "report.html")
 
 
-def report_html(investigation: Investigation) -> str:
-    """The report as one HTML document."""
+def report_html(investigation: Investigation, fixes: Sequence[Fix] = (), looks: Sequence[Look] = ()) -> str:
+    """The report as one HTML document; arguments are those of `write_report`."""
     comparison = investigation.comparison
     verdict = verdict_words(investigation.verdict)
     figures = {"overview": overview(comparison), "heatmap": heatmap(comparison)}
+    inside = _inside(looks[:MAX_LOOKS], comparison, figures)
+    proof = _proof(investigation, fixes, figures)
     body = [
         "<header><h1>Where do two runs part?</h1></header><main>",
         _question(investigation),
@@ -69,6 +80,7 @@ def report_html(investigation: Investigation) -> str:
         f"<p>{escape(first_in_words(comparison))}</p>",
         "<h2>Why</h2>",
         why_html(investigation),
+        *inside,
         "<h2>Controls</h2>",
         _controls(comparison),
         "<h2>Layer by layer</h2>",
@@ -81,12 +93,13 @@ def report_html(investigation: Investigation) -> str:
         _origins(comparison),
         "<h2>Texts</h2>",
         _texts(investigation),
+        *proof,
         "<h2>What is not shown</h2>",
         _list(_limits(comparison)),
         "<h2>Environment</h2>",
         _environment(investigation),
         "<h2>Run it again</h2>",
-        f"<pre><code>{escape(investigation.call)}</code></pre>",
+        *(f"<pre><code>{escape(call)}</code></pre>" for call in (investigation.call, *(fix.call for fix in fixes))),
         "</main>",
     ]
     scripts = [get_plotlyjs(), _DRAW]
@@ -101,13 +114,46 @@ def report_html(investigation: Investigation) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<link rel="icon" href="data:,">',  # or the browser would ask the server for one
-            f"<title>{escape(title)}</title><style>{style('report.css')}</style></head><body>",
+            f"<title>{escape(title)}</title><style>{style('report.css')}{style('proof.css')}</style></head><body>",
             *body,
             *data,
             *(f"<script>{script}</script>" for script in scripts),
             "</body></html>\n",
         ]
     )
+
+
+def _inside(looks: Sequence[Look], comparison: Comparison, figures: dict[str, go.Figure]) -> list[str]:
+    """What was seen inside ops: elements by distance, and both orders of addition, whose drawings go to the figures."""
+    parts = ["<h2>Inside an op</h2>"] if looks else []
+    for number_of, found in enumerate(looks):
+        ids = comparison.prompt_ids
+        where = f"prompt {ids[found.prompt] if found.prompt < len(ids) else found.prompt}, position {found.position}"
+        parts.append(f"<h3>{escape(found.module or '(model)')} · {escape(found.op)} at {escape(where)}</h3>")
+        parts.append(f"<p>{escape(elements_in_words(found))}</p>{histogram(found)}")
+        a, b = found.trees
+        if a is not None and b is not None:
+            name = f"trees-{number_of}"
+            figures[name] = draw_trees(a, b, labels=(comparison.label_a, comparison.label_b))
+            parts.append(_place(name, "The order in which each run adds the terms of one element"))
+            parts.append(_list([f"a: {a.describe()}", f"b: {b.describe()}"]))
+        if found.notes:
+            parts.append(_list(found.notes))
+    return parts
+
+
+def _proof(investigation: Investigation, fixes: Sequence[Fix], figures: dict[str, go.Figure]) -> list[str]:
+    """What was tried, and the pair without and with the last of it."""
+    if not fixes:
+        return []
+    last = fixes[-1]
+    parts = ["<h2>What fixes it</h2>", fixes_table(fixes), "<h2>Proof and cost</h2>", proof_html(investigation, last)]
+    if last.comparison is not None:
+        first = investigation.comparison.first
+        figures["proof"] = heatmap(last.comparison, first.prompt if first else 0)
+        words = f"The same heatmap with {' + '.join(last.names)}"
+        parts += [f"<p>{escape(words)}:</p>", _place("proof", words)]
+    return parts
 
 
 def _policy(scripts: Iterable[str]) -> str:

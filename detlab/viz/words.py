@@ -152,6 +152,12 @@ def first_in_words(comparison: Comparison) -> str:
     return f"{first}. {why}"
 
 
+def controls_in_words(comparison: Comparison) -> str:
+    """Which controls held, as plain text."""
+    held = {True: "held", False: "FAILED", None: "not run"}
+    return ", ".join(f"{name.replace('_', ' ')} {held[value]}" for name, value in comparison.controls.items()) + "."
+
+
 @dataclass(frozen=True)
 class Cell:
     """One op at one position of one prompt: what the heatmap's cell stands for.
@@ -160,6 +166,7 @@ class Cell:
         step: 0 for prefill, then one per decoded token; -1 where the op was not computed in both runs.
         state: 0 not computed in both, 1 identical, 2 carrier, 3 origin.
         max_abs, max_ulp: over this row; None where not measured.
+        op_index: the op's number in the trace of a; -1 where the op was not computed in both runs.
         entry: the op's entry in the comparison (its inputs, share and row count); None where nothing differs.
     """
 
@@ -173,6 +180,7 @@ class Cell:
     max_abs: float | None = None
     max_ulp: int | None = None
     entry: Divergence | None = None
+    op_index: int = -1
 
 
 @dataclass
@@ -230,6 +238,7 @@ class Cells:
             max_abs,
             max_ulp,
             self._entries.get(found.a),
+            found.a,
         )
 
 

@@ -6,23 +6,18 @@ from typing import Any
 
 import pytest
 
-from tests.browser.lab import Lab, Watch
+from tests.browser.lab import Lab, Watch, cell_errors, command, open_notebook, scroll_to, wait_for_all_cells
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 NOTEBOOK = "notebooks/00-start-here.ipynb"
-RUN_ALL_SECONDS, STEP_SECONDS = 100, 30
+STEP_SECONDS = 30
 # Console errors that are no fault of ours, each with its reason.
 ALLOWED = ()
 
 
 def unexpected(watch: Watch) -> list[str]:
     return [error for error in watch.errors if not any(re.search(pattern, error) for pattern in ALLOWED)]
-
-
-def command(page: Any, name: str, arguments: dict[str, Any] | None = None) -> None:
-    """Executes one of the Lab's commands by its name, which is the same in every language."""
-    page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments or {}])
 
 
 def test_the_first_notebook_runs_and_its_panel_leads_to_the_op(lab: Lab, browser: Any, artifacts: Path) -> None:
@@ -32,9 +27,7 @@ def test_the_first_notebook_runs_and_its_panel_leads_to_the_op(lab: Lab, browser
     watch = Watch()
     watch.follow(page)
     try:
-        page.goto(lab.page(NOTEBOOK))
-        page.wait_for_function("window.jupyterapp && window.jupyterapp.shell.currentWidget?.content?.widgets?.length > 5")
-        page.wait_for_function("window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'")
+        open_notebook(page, lab, NOTEBOOK, num_cells=6)
         command(page, "notebook:run-all-cells")
         wait_for_all_cells(page)
         assert cell_errors(page) == []
@@ -62,39 +55,6 @@ def test_the_first_notebook_runs_and_its_panel_leads_to_the_op(lab: Lab, browser
     assert watch.num_requests > 10
     assert watch.outside == []
     assert unexpected(watch) == []
-
-
-def wait_for_all_cells(page: Any) -> None:
-    """Returns when every cell has run, or one has failed."""
-    page.wait_for_function(
-        """() => {
-            const cells = window.jupyterapp.shell.currentWidget.content.widgets.filter(c => c.model.type === 'code');
-            const failed = cells.some(c => c.model.outputs.toJSON().some(o => o.output_type === 'error'));
-            return failed || cells.every(c => c.model.executionState === 'idle' && c.model.executionCount);
-        }""",
-        timeout=RUN_ALL_SECONDS * 1000,
-    )
-
-
-def cell_errors(page: Any) -> list[str]:
-    outputs: list[str] = page.evaluate(
-        """() => window.jupyterapp.shell.currentWidget.content.widgets.filter(cell => cell.model.type === 'code')
-            .flatMap(cell => cell.model.outputs.toJSON()).filter(o => o.output_type === 'error').map(o => o.evalue)"""
-    )
-    return outputs
-
-
-def scroll_to(page: Any, source: str) -> None:
-    """Brings a cell into view: the Lab builds cells only when they come near."""
-    page.evaluate(
-        """async source => {
-            const book = window.jupyterapp.shell.currentWidget.content;
-            const at = book.widgets.findIndex(cell => cell.model.sharedModel.source.includes(source));
-            book.activeCellIndex = at;
-            await book.scrollToItem(at, 'start');
-        }""",
-        source,
-    )
 
 
 def use_the_panel(page: Any, artifacts: Path) -> None:
