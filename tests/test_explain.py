@@ -17,6 +17,7 @@ from detlab.divergence.explain_result import (
     NOT_REPRODUCED,
     PARTITION,
 )
+from detlab.divergence.replay import meet, sides_of
 from detlab.errors import UsageError
 from tests.bit_classes import padded_attention_rows, row_class_equal
 from tests.test_planted_faults import Fault, one_ulp
@@ -218,3 +219,18 @@ def test_what_explain_refuses():
         detlab.explain(loose)
 
 
+def test_a_repetition_ends_with_the_op_that_was_wanted(model):
+    """What comes after it is not executed; the model and its next run are as they were."""
+    first, second, comparison = compared(model, tokens(8), Condition(), Condition(), new_tokens=4, measure=False)
+    side = sides_of(comparison)[0]
+    wanted = next(op.index for op in side.trace.ops if op.call == 1 and op.op == "mm")
+    calls = []
+    handle = model.register_forward_pre_hook(lambda module, args: calls.append(1))
+    try:
+        met = meet(side, wanted)
+    finally:
+        handle.remove()
+    assert len(calls) == 2 and len(side.trace.calls) == 4
+    assert met.record is not None
+    assert met.record.digests.tolist() == side.trace.tensors[side.trace.ops[wanted].outputs[0]].digests.tolist()
+    assert detlab.compare(first, second.replay()).verdict == "identical"

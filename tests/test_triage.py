@@ -8,6 +8,8 @@ import torch
 
 import detlab
 from detlab import Condition
+from detlab.divergence.replay import sides_of
+from detlab.divergence.triage_probes import reads_other_tokens
 from detlab.divergence.triage_result import RUN_TO_RUN, SEMANTICS, STATE
 from detlab.errors import UsageError
 from tests.why_cases import batch_case, compared, padding_case, racing_sum, tokens, with_sum
@@ -143,6 +145,63 @@ def test_a_run_that_is_not_causal(model):
     assert "position 2" in found.sentence
 
 
+@pytest.fixture(scope="module")
+def experts():
+    return detlab.load_model("tiny-mixtral")[0]
+
+
+def test_rows_that_experts_share_are_no_leak(experts):
+    """How many rows an expert gets depends on later tokens, and so does its product's rounding: no mask is wrong there."""
+    _, _, comparison = compared(experts, tokens(24), Condition(), Condition(batch_size=4), new_tokens=1, measure=False)
+    for side in sides_of(comparison):
+        found = reads_other_tokens(side)
+        if found is None:  # this machine's grouped product has one class there
+            continue
+        assert found.name == "other tokens" and "by rounding alone" in found.found
+        assert 0 < found.numbers["float64"] < 1e-10
+    if comparison.first is not None:
+        assert detlab.triage(comparison, noise=False).verdict == "rounding"
+
+
+def test_experts_behind_a_mask_that_leaks(experts):
+    """The twin: a leak that is one is told from the experts' rounding, in float64."""
+    def leaky(size):
+        seen = torch.ones(size, size, dtype=torch.bool).tril()
+        seen[2, -1] = True
+        return torch.where(seen, 0.0, float("-inf"))[None, None]
+
+    with patched_mask(experts, leaky):
+        run = detlab.run(experts, [PROMPT], new_tokens=0)
+        found = reads_other_tokens(sides_of(detlab.compare(run, run, controls=False, measure=False))[0])
+    assert found is not None and found.name == "mask" and "is not causal" in found.found
+    assert found.numbers["float64"] > 1e-6
+
+
+def test_padding_that_is_read(model):
+    """The pad token is exchanged; a mask that lets it through makes rows move, in float64 as well."""
+    def blind(size):
+        return torch.full((size, size), float("-inf")).triu(1)[None, None]
+
+    condition = Condition(padding_side="left", padding=2)
+    sound = detlab.run(model, [PROMPT], condition, new_tokens=0)
+    assert reads_other_tokens(sides_of(detlab.compare(sound, sound, controls=False, measure=False))[0]) is None
+    twin = copy.deepcopy(model)
+    with patched_mask(twin, blind):
+        run = detlab.run(twin, [PROMPT], condition, new_tokens=0)
+        found = reads_other_tokens(sides_of(detlab.compare(run, run, controls=False, measure=False))[0])
+    assert found is not None and (found.name, found.found[:16]) == ("mask", "a reads padding:")
+
+
+def test_a_weight_that_is_not_a_number(model):
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.model.layers[1].mlp.down_proj.weight[3, 3] = float("nan")
+    found = against(model, twin)
+    assert (found.verdict, found.cause) == (SEMANTICS, "weights")
+    stored = next(e for e in found.evidence if e.name == "stored")
+    assert stored.found.endswith("0 are NaN in a, 1 in b")
+
+
 def test_positions_that_are_off_by_one_in_a_padded_row(model):
     pad = 3
     ids = torch.tensor([[256] * pad + PROMPT])
@@ -245,3 +304,11 @@ def test_a_near_tie_is_one_by_numbers(model):
 def test_what_triage_refuses():
     with pytest.raises(UsageError, match="triage takes a Comparison; got int"):
         detlab.triage(3)
+
+
+def test_sampling_is_explained_by_no_kernel(model):
+    """Its ops may round otherwise as well; that is not what made the texts part."""
+    seeded = Condition(temperature=1.0, seed=42)
+    found = detlab.investigate(model, [tokens(24)], seeded, Condition(temperature=1.0, seed=42, batch_size=4), new_tokens=4)
+    assert found.triage is not None and found.triage.verdict == "sampling"
+    assert found.explanation is None and "mechanism" not in str(found)

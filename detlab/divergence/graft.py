@@ -210,6 +210,7 @@ def _rows(a: Side, b: Side, pairs: list[tuple[int, int]], prompts: list[int] | N
 
 def _grafted(a: Side, b: Side, comparison: Comparison, targets: Targets) -> Grafted:
     trace, spot = replay(b, targets=targets)
+    assert trace is not None
     detail = compare_traces(a.trace, trace)
     first, _, _ = divergences(a.trace, trace, detail, comparison.prompt_ids)
     changed = [r for r in spot.replaced.values() if r.differing]

@@ -8,7 +8,7 @@ must agree; otherwise the replay says that it did not meet it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -229,6 +229,10 @@ class Replaced:
     max_abs: float
 
 
+class _EnoughError(BaseException):
+    """Ends a repetition once everything that was wanted of it has been met; no handler of a model's own is meant to stop it."""
+
+
 class Spot(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Meets ops of a trace again: copies what they are called with, or replaces rows of what they return.
 
@@ -268,7 +272,13 @@ class Spot(TorchDispatchMode):  # type: ignore[no-untyped-call]
             met.layout, met.record, met.call = layout, record, call
         if op.outputs[-1:] == (record.number,):
             self._next = self._after.get(op.index, -1)
+            if self.is_enough:
+                raise _EnoughError
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether ops were to be copied only, and all of them have been."""
+        return bool(self.wanted) and not self.targets and self.wanted <= self.met.keys()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs the op; the one that is waited for is copied or changed."""
@@ -361,11 +371,12 @@ def stored_in(model: nn.Module) -> frozenset[int]:
     return frozenset(p.untyped_storage().data_ptr() for p in model.parameters())
 
 
-def replay(side: Side, wanted: Sequence[int] = (), targets: Targets | None = None) -> tuple[Trace, Spot]:
+def replay(side: Side, wanted: Sequence[int] = (), targets: Targets | None = None) -> tuple[Trace | None, Spot]:
     """Executes a side again, copying what some ops are called with and putting rows into others' outputs.
 
     Returns:
-        What was recorded, and the spot with what it met.
+        What was recorded, and the spot with what it met. Where ops are copied only, the execution ends with the last of them,
+        and there is no record.
     """
     context: Any = nullcontext(side.model)
     if side.run is not None:
@@ -373,7 +384,8 @@ def replay(side: Side, wanted: Sequence[int] = (), targets: Targets | None = Non
     with context as served:
         stored = stored_in(served)
     spot = Spot(side.trace, wanted, targets, stored)
-    with torch.no_grad(), spot:
+    trace: Trace | None = None
+    with suppress(_EnoughError), torch.no_grad(), spot:
         trace = side.execute(_Observer(spot))
     return trace, spot
 

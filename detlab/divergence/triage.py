@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from detlab.condition import Condition
-from detlab.divergence.noise import Noise, again, measure_noise
+from detlab.divergence.noise import Noise, logits_in_float64, measure_noise
 from detlab.divergence.replay import Again, Side, sides_of
 from detlab.divergence.result import CONTROL_FLOW as OTHER_PATH
 from detlab.divergence.result import DIFFERENT_INPUTS, IDENTICAL_VERDICT, Comparison
@@ -22,11 +21,10 @@ from detlab.divergence.rows import first_difference
 from detlab.divergence.triage_probes import (
     experts_changed,
     foreign_inputs,
-    leaks_future,
     met_rows,
     other_function,
     random_ops,
-    reads_padding,
+    reads_other_tokens,
     size_of_stored,
 )
 from detlab.divergence.triage_result import (
@@ -44,7 +42,6 @@ from detlab.divergence.triage_result import (
     Triage,
 )
 from detlab.errors import DetlabError, UsageError
-from detlab.runner import Run
 from detlab.trace.records import Trace
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
@@ -74,6 +71,7 @@ def triage(comparison: Comparison, *, again: Sequence[Again] | None = None, mode
         rows = f"all {comparison.rows_compared:,} rows compared are bitwise equal"
         return Triage(IDENTICAL, "", f"there is no difference: {rows}.")
     notes: list[str] = []
+    aside: list[Evidence] = []
     sides: tuple[Side, Side] | None = None
     try:
         sides = sides_of(comparison, again, model)
@@ -86,10 +84,11 @@ def triage(comparison: Comparison, *, again: Sequence[Again] | None = None, mode
         or (_run_to_run(comparison, sides) if probes and sides is not None else None)
         or _control_flow(comparison, sides)
         or _semantics(comparison, sides)
-        or (_hidden(comparison, sides) if probes and sides is not None else None)
+        or (_hidden(comparison, sides, aside) if probes and sides is not None else None)
         or _rounding(comparison)
     )
     result.notes += notes
+    result.evidence += aside
     result.growth = growth_of(comparison)
     _sized(result, comparison, noise)
     return result
@@ -223,17 +222,24 @@ def _semantics(comparison: Comparison, sides: tuple[Side, Side] | None) -> Triag
     return None
 
 
-def _hidden(comparison: Comparison, sides: tuple[Side, Side]) -> Triage | None:
-    """An origin whose inputs matched as far as rows tell, and that computes another function: masks, leaks, missing keys."""
+def _hidden(comparison: Comparison, sides: tuple[Side, Side], aside: list[Evidence]) -> Triage | None:
+    """An origin whose inputs matched as far as rows tell, and that computes another function: masks, leaks, missing keys.
+
+    What was seen and decides nothing is added to ``aside``.
+    """
     first = comparison.first
     if first is None or first.kind != "origin":
         return None
     met = met_rows(comparison, first, sides)
     found = foreign_inputs(*met) if met is not None else None
     for side in sides:
-        found = found or leaks_future(side) or reads_padding(side)
-    if met is not None:
-        found = found or other_function(*met)
+        read = reads_other_tokens(side) if found is None else None
+        if read is not None and read.name == "mask":
+            found = read
+        elif read is not None:
+            aside.append(read)
+    if found is None and met is not None:
+        found = other_function(*met)
     if found is None:
         return None
     return Triage(SEMANTICS, found.name, found.found, [Evidence("where", str(first)), found])
@@ -272,18 +278,21 @@ def _sized(result: Triage, comparison: Comparison, noise: bool) -> None:
     if comparison.sides is None or isinstance(comparison.sides[0], Trace):
         return
     a, b = comparison.sides
-    gaps = [
-        float((x[: len(y)].double() - y[: len(x)].double()).abs().nan_to_num(nan=float("inf")).max())
-        for x, y in zip(a.logits, b.logits, strict=True)
-        if x.numel() and y.numel()
-    ]
+    gaps = [_gap(x[: len(y)], y[: len(x)]) for x, y in zip(a.logits, b.logits, strict=True)]
     result.size = max(gaps, default=None)
-    if not noise or not (a.is_live and b.is_live) or any(comparison.num_nan):
+    if not noise or not gaps or not (a.is_live and b.is_live) or any(comparison.num_nan):
         return
-    result.noise = measured = measure_noise(a, avoid=(b,))
-    exact = _exact(a)
-    if exact is not None:
-        errors = [_error(run, exact) for run in (a, b)]
+    prompts = _prompts_to_judge(gaps, [flip.prompt for flip in comparison.token_flips])
+    result.noise = measured = measure_noise(a, avoid=(b,), prompts=prompts)
+    try:
+        exact = logits_in_float64(a, prompts)
+    except (DetlabError, RuntimeError, ValueError) as error:
+        exact = {}
+        result.notes.append(f"float64 was not run: {error}")
+    if exact:
+        errors = [
+            max(_gap(run.logits[prompt], truth[: len(run.logits[prompt])]) for prompt, truth in exact.items()) for run in (a, b)
+        ]
         result.nearer = "neither" if errors[0] == errors[1] else "a" if errors[0] < errors[1] else "b"
         result.evidence.append(
             Evidence("float64", f"largest error of a logit: {errors[0]:.3g} in a, {errors[1]:.3g} in b",
@@ -292,19 +301,21 @@ def _sized(result: Triage, comparison: Comparison, noise: bool) -> None:
     result.flips = _flips(comparison, measured, exact)
 
 
-def _exact(run: Run) -> Run | None:
-    """The run in float64, fed the same tokens."""
-    try:
-        return again(run, Condition(dtype="float64", attention="eager"))
-    except (DetlabError, RuntimeError, ValueError):
-        return None
+def _prompts_to_judge(gaps: Sequence[float], flipped: Sequence[int]) -> list[int]:
+    """Prompts on which noise and float64 are measured: the worst, those that flip, and others up to three."""
+    worst = sorted(range(len(gaps)), key=lambda prompt: -gaps[prompt])
+    first = list(dict.fromkeys([worst[0], *flipped]))
+    return sorted([*first, *(prompt for prompt in worst if prompt not in first)][: max(3, len(first))])
 
 
-def _error(run: Run, exact: Run) -> float:
-    return max((float((x.double() - y).abs().max()) for x, y in zip(run.logits, exact.logits, strict=True)), default=0.0)
+def _gap(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The largest absolute difference; infinite where one is NaN."""
+    if not x.numel() or not y.numel():
+        return 0.0
+    return float((x.double() - y.double()).abs().nan_to_num(nan=float("inf")).max())
 
 
-def _flips(comparison: Comparison, noise: Noise, exact: Run | None) -> list[Flip]:
+def _flips(comparison: Comparison, noise: Noise, exact: dict[int, torch.Tensor]) -> list[Flip]:
     assert comparison.sides is not None
     a, b = comparison.sides
     made = []
@@ -318,7 +329,7 @@ def _flips(comparison: Comparison, noise: Noise, exact: Run | None) -> list[Flip
         made.append(
             Flip(
                 flip.prompt_id, at, one, two, margin(a.logits[flip.prompt]), margin(b.logits[flip.prompt]),
-                None if exact is None else margin(exact.logits[flip.prompt]),
+                margin(exact[flip.prompt]) if flip.prompt in exact else None,
                 None if moved is None else 2 * max(float(moved[one]), float(moved[two])),
             )
         )  # fmt: skip

@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from detlab import bits
+from detlab.condition import Condition
 from detlab.divergence.explain_attention import visible_to
-from detlab.divergence.noise import again
+from detlab.divergence.measure import size_differences
+from detlab.divergence.noise import again, in_float64
 from detlab.divergence.replay import Met, Side, meet, name_of, replay
 from detlab.divergence.replay_op import Operation, row_of
 from detlab.divergence.result import Comparison, Divergence
-from detlab.divergence.rows import ORIGIN, compare_traces
+from detlab.divergence.rows import IDENTICAL, ORIGIN, compare_traces
 from detlab.divergence.triage_result import Evidence
 from detlab.errors import DetlabError
 from detlab.serving import config_of
+from detlab.trace.keep import RowKeeper
 from detlab.trace.layout import rows_of
 from detlab.trace.records import OpRecord, Trace, split_keys
 
@@ -50,6 +53,9 @@ def size_of_stored(name: str, sides: tuple[Side, Side] | None) -> Evidence | Non
     if a.shape != b.shape or a.dtype != b.dtype:
         return Evidence("stored", f"{a.dtype} {list(a.shape)} in a, {b.dtype} {list(b.shape)} in b".replace("torch.", ""))
     unequal = int((bits.int_view(a.contiguous()) != bits.int_view(b.contiguous())).sum())
+    nans = [int(one.isnan().sum()) if one.is_floating_point() else 0 for one in stored]
+    if any(nans):  # no distance leads to NaN
+        return Evidence("stored", f"{unequal:,} of {a.numel():,} elements differ; {nans[0]:,} are NaN in a, {nans[1]:,} in b")
     if not a.is_floating_point() or a.dtype == torch.float64:
         return Evidence("stored", f"{unequal:,} of {a.numel():,} elements differ")
     largest = int(bits.ulp_distance(a.contiguous(), b.contiguous()).max())
@@ -190,49 +196,88 @@ def _nothing() -> Iterator[None]:
 
 
 # -------------------------------------------------------------------------------------------------- causality and padding
-def leaks_future(side: Side) -> Evidence | None:
-    """Whether a row depends on a later token: the last token of each prompt is changed, and no earlier row may move."""
+#: Differences in float64, as a share of an op's largest value, up to which they are rounding there.
+FLOAT64_ROUNDING = 1e-10
+
+
+def reads_other_tokens(side: Side) -> Evidence | None:
+    """Whether a row depends on a later token, or on what stands in padding: these are changed, and no other row may move.
+
+    Returns:
+        None where nothing moves. "mask" where a row moves in float64, too. "other tokens" where rows move by rounding alone,
+        as they do where the number of rows that an expert is given depends on all tokens.
+    """
     run = side.run
-    if run is None or min(map(len, run.inputs)) < 2 or side.variables:
+    if run is None or side.variables:
         return None
-    changed = [[*tokens[:-1], (tokens[-1] + 1) % 200 + 3] for tokens in run.inputs]
+    later = [[*tokens[:-1], (tokens[-1] + 1) % 200 + 3] for tokens in run.inputs]
     limits = {prompt: len(tokens) - 1 for prompt, tokens in enumerate(run.inputs)}
-    traces = [again(run, run.condition, inputs, new_tokens=0, trace=True).trace for inputs in (run.inputs, changed)]
-    assert traces[0] is not None and traces[1] is not None
-    detail = compare_traces(traces[0], traces[1], limits)
-    for found in detail.ops.differing():
-        op = traces[0].ops[found.a]
-        _, positions = split_keys(found.keys[found.state > 1])
-        return Evidence(
-            "mask", f"{side.name} is not causal: position {int(positions[0])} moves in {op.module or '(model)'} · {op.op} when "
-            "the last token is changed.", {"position": int(positions[0])},
-        )  # fmt: skip
-    return None
-
-
-def reads_padding(side: Side) -> Evidence | None:
-    """Whether a row depends on what stands in padding: the pad token is exchanged, and no named row may move."""
-    run = side.run
-    if run is None or run.condition.padding_side is None or side.variables:
+    pad = config_of(side.model).pad_token_id if run.condition.padding_side is not None else None
+    other = None if run.condition.padding_side is None else (6 if pad == 5 else 5)
+    if _moved(side.trace, _prefill(side, later, other), limits) is None:  # one execution settles it, most often
         return None
-    config = config_of(side.model)
-    traces = []
-    for token in (5, 6):
-        with _pad_token(config, token):
-            traces.append(again(run, run.condition, run.inputs, new_tokens=0, trace=True).trace)
-    assert traces[0] is not None and traces[1] is not None
-    for found in compare_traces(traces[0], traces[1]).ops.differing():
-        op = traces[0].ops[found.a]
-        return Evidence(
-            "mask", f"{side.name} reads padding: {op.module or '(model)'} · {op.op} moves with the pad token."
-        )  # fmt: skip
+    plain = _prefill(side, run.inputs, None)
+    moved = _moved(plain, _prefill(side, later, None), limits)
+    if moved is not None:
+        op, position = moved
+        where = f"position {position} moves in {op.module or '(model)'} · {op.op} when the last token is changed"
+        return _judged(side, f"{side.name} is not causal: {where}", position, later, None, limits)
+    moved = None if other is None else _moved(plain, _prefill(side, run.inputs, other), None)
+    if moved is not None:
+        op, position = moved
+        where = f"{side.name} reads padding: {op.module or '(model)'} · {op.op} moves with the pad token"
+        return _judged(side, where, position, run.inputs, other, None)
     return None
+
+
+def _prefill(side: Side, inputs: list[list[int]], pad: int | None, keep: RowKeeper | None = None,
+             condition: Condition | None = None) -> Trace:  # fmt: skip
+    run = side.run
+    assert run is not None
+    with _pad_token(config_of(side.model), pad):
+        trace = again(run, condition or run.condition, inputs, new_tokens=0, trace=True, keep=keep).trace
+    assert trace is not None
+    return trace
+
+
+def _moved(a: Trace, b: Trace, limits: dict[int, int] | None) -> tuple[OpRecord, int] | None:
+    """The first op with a row that differs, and that row's position."""
+    for found in compare_traces(a, b, limits).ops.differing():
+        _, positions = split_keys(found.keys[found.state > IDENTICAL])
+        return a.ops[found.a], int(positions[0])
+    return None
+
+
+def _judged(side: Side, words: str, position: int, inputs: list[list[int]], pad: int | None,
+            limits: dict[int, int] | None) -> Evidence:  # fmt: skip
+    """The same experiment in float64, which tells a dependence from rounding."""
+    run = side.run
+    assert run is not None
+    keeps = [RowKeeper(set(range(2 * len(side.trace.ops))), list(range(len(run.inputs)))) for _ in range(2)]
+    try:
+        with in_float64(side.model, run.condition) as (_, condition):
+            plain = _prefill(side, run.inputs, None, keeps[0], condition)
+            changed = _prefill(side, inputs, pad, keeps[1], condition)
+    except (DetlabError, RuntimeError, ValueError) as error:
+        return Evidence("mask", f"{words}; whether it does in float64, too, could not be tested ({error}).",
+                        {"position": position})  # fmt: skip
+    sizes = size_differences(compare_traces(plain, changed, limits), *keeps)
+    share = 0.0
+    for op, (apart, _, _) in sizes.largest.items():
+        share = max(share, apart / max(1.0, float(keeps[0].kept[op][1].abs().nan_to_num(nan=0.0, posinf=0.0).max())))
+    if share <= FLOAT64_ROUNDING:
+        return Evidence(
+            "other tokens", f"{words}, by rounding alone: in float64, by {share:.2g} of an op's largest value at most. "
+            "How rows are grouped depends on other tokens, not what they mean.", {"position": position, "float64": share},
+        )  # fmt: skip
+    return Evidence("mask", f"{words}.", {"position": position, "float64": share})
 
 
 @contextmanager
-def _pad_token(config: Any, token: int) -> Iterator[None]:
+def _pad_token(config: Any, token: int | None) -> Iterator[None]:
+    """Lets padding be made of another token; None leaves it as it is."""
     before = config.pad_token_id
-    config.pad_token_id = token
+    config.pad_token_id = before if token is None else token
     try:
         yield
     finally:
