@@ -61,6 +61,7 @@ def deterministic(model: nn.Module, tier: str = "invariant", *, strict: bool = T
     with engine.applied(model, tier, options) as session, ExitStack() as stack:
         if strict and session.is_whole:
             _vouch(model, tier)
+            session.tidy()
         if isinstance(model, GenerationMixin):
             stack.enter_context(owned_sampling(model, seed, request_ids))
         yield session

@@ -43,8 +43,7 @@ def install(session: Session, model: PreTrainedModel) -> None:
         is_padded = session.options.is_padded
         name, attention = ("detlab_invariant", canonical_attention) if is_padded else ("detlab_unpadded", unpadded_attention)
         install_attention(session, model, name, attention)
-    if session.shelf is not None:
-        session.shelf.tidy()
+    session.tidy()
 
 
 def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[..., Any] | None]:

@@ -147,6 +147,11 @@ class Session:
         for part in {id(part): part for module, part in self.parts_of.items() if module in changed}.values():
             part.refresh()
 
+    def tidy(self) -> None:
+        """Returns to the system what installing and testing the parts freed, where memory is to be kept low."""
+        if self.shelf is not None:
+            self.shelf.tidy()
+
     def on_undo(self, action: Callable[[], Any]) -> None:
         """Remembers what takes a part out again."""
         self._undo.append(action)

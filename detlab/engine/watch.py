@@ -12,7 +12,7 @@ from detlab.errors import UsageError
 
 __all__ = ["NoCopy", "Watch", "version_of"]
 
-_SAMPLES = 16  # elements of each tensor that are looked at, side by side: others would bring back pages that were put aside
+_SAMPLES = 16  # elements of each tensor that are looked at, side by side: more would bring back pages that were put aside
 
 
 def version_of(tensor: Tensor) -> int:
@@ -33,10 +33,10 @@ class NoCopy:
 class _Seen:
     """One parameter or buffer as it was."""
 
-    __slots__ = ("kind", "module", "name", "ptr", "sample", "store", "tensor", "version")
+    __slots__ = ("is_tail", "kind", "module", "name", "ptr", "sample", "store", "tensor", "version")
 
-    def __init__(self, module: nn.Module, store: dict[str, Any], name: str) -> None:
-        self.module, self.store, self.name = module, store, name
+    def __init__(self, module: nn.Module, store: dict[str, Any], name: str, is_tail: bool) -> None:
+        self.module, self.store, self.name, self.is_tail = module, store, name, is_tail
         self.note()
 
     def note(self) -> None:
@@ -44,13 +44,12 @@ class _Seen:
         tensor: Tensor = self.store[self.name]
         self.tensor, self.ptr, self.version = tensor, tensor.data_ptr(), version_of(tensor)
         self.kind = (tensor.dtype, tensor.shape, tensor.device)
-        self.sample = _sample(tensor)
+        self.sample = self.look(tensor)
 
-
-def _sample(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
-    middle = max(0, flat.numel() // 2 - _SAMPLES)
-    return flat[middle : middle + _SAMPLES].clone()
+    def look(self, tensor: Tensor) -> Tensor:
+        """The first or the last elements, [at most 16]."""
+        flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
+        return (flat[-_SAMPLES:] if self.is_tail else flat[:_SAMPLES]).clone()
 
 
 class Watch:
@@ -58,12 +57,17 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = tuple(map(id, model.modules()))
-        self._seen = [
-            _Seen(module, store, name)
+        tensors: list[tuple[int, nn.Module, dict[str, Any], str]] = [
+            (tensor.data_ptr(), module, store, name)
             for module in model.modules()
             for store in (module._parameters, module._buffers)
             for name, tensor in store.items()
             if tensor is not None
+        ]
+        # In the order of addresses, the end of one and the start of the next: two samples come from one page.
+        tensors.sort(key=lambda found: found[0])
+        self._seen = [
+            _Seen(module, store, name, is_tail=index % 2 == 0) for index, (_, module, store, name) in enumerate(tensors)
         ]
 
     def changed(self, model: nn.Module, is_thorough: bool) -> set[nn.Module]:
@@ -85,7 +89,7 @@ class Watch:
         for seen in self._seen:
             tensor = seen.store.get(seen.name)
             if tensor is seen.tensor and tensor.data_ptr() == seen.ptr and version_of(tensor) == seen.version:
-                if not is_thorough or bits.equal(_sample(tensor), seen.sample):
+                if not is_thorough or bits.equal(seen.look(tensor), seen.sample):
                     continue
             if tensor is None or (tensor.dtype, tensor.shape, tensor.device) != seen.kind:
                 now = "gone" if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from detlab.engine.canonical import unobserved
@@ -171,6 +172,9 @@ class ExactLinear:
         if self.kernel == "packed":
             return _packed(digits)
         planes = list(digits.unbind(0))
+        if self.kernel == "int8" and digits.shape[2] == 1:  # torch._int_mm mistakes one column, transposed
+            planes = [F.pad(plane, (0, 1)) for plane in planes]
+            return lambda x: _together(int_products(F.pad(signed(x).view(-1, 1), (0, 1)), planes))
         if self.kernel == "int8":
             return lambda x: _together(int_products(signed(x).view(-1, x.shape[2]), planes))
         return lambda x: float_products(x, planes)
