@@ -82,6 +82,8 @@ def test_a_condition_names_the_tier():
 def test_the_kernels_here_are_exact():
     exact = [kernel for kernel in linear.KERNELS if machine.is_exact(kernel)]
     assert "float64" in exact and machine.choose_kernel() in exact
+    if "avx512_vnni" in detlab.environment().to_json()["cpu"]["isa"] and "ONEDNN_MAX_CPU_ISA" not in os.environ:
+        assert exact == list(linear.KERNELS)  # what that instruction is for
 
 
 @pytest.mark.parametrize("kernel", linear.KERNELS)

@@ -3,6 +3,8 @@
 Hypothesis draws the numbers; derandomised, so that a run is like the one before.
 """
 
+from functools import reduce
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from detlab.engine.exact.split import SplitLinear
 from tests.bit_classes import bitwise_equal
 from tests.engine.exact.test_reference import rows, same
 
-few = settings(max_examples=30, derandomize=True, deadline=None, database=None)
+few = settings(max_examples=20, derandomize=True, deadline=None, database=None)
 KERNELS = [kernel for kernel in linear.KERNELS if is_exact(kernel)]
 LARGEST = 3.4028234663852886e38
 
@@ -24,6 +26,11 @@ adversarial = st.one_of(
     st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 2.0**-126, LARGEST, -LARGEST, 1000.0, 1 - 2.0**-24, -(2.0**-27), 63.5, 0.5]),
 )  # fmt: skip
 odd = st.one_of(adversarial, st.sampled_from([float("nan"), float("inf"), float("-inf")]))
+
+
+def alike(actual, expected):
+    """Bitwise, but that a NaN is a NaN: which one it is, is the processor's choice until a linear layer writes its own."""
+    return same(actual, expected.double().tolist())
 
 
 @st.composite
@@ -79,11 +86,11 @@ def test_norms_in_any_order_are_the_definition(data, x):
     cast, w = reference.cast_to(torch.float32), rows(weight)
     found = norms.rms_norm(x, weight.double(), 1e-6)
     assert same(found, [reference.rms_norm(row, w, 1e-6, cast) for row in rows(x)])
-    assert bitwise_equal(norms.rms_norm(x[:, order], weight[order].double(), 1e-6), found[:, order])
+    assert alike(norms.rms_norm(x[:, order], weight[order].double(), 1e-6), found[:, order])
     found = norms.layer_norm(x, weight.double(), weight.double(), 1e-5)
     assert same(found, [reference.layer_norm(row, w, w, 1e-5, cast) for row in rows(x)])
     there = norms.layer_norm(x[:, order], weight[order].double(), weight[order].double(), 1e-5)
-    assert bitwise_equal(there, found[:, order])
+    assert alike(there, found[:, order])
 
 
 @few
@@ -93,7 +100,7 @@ def test_softmax_in_any_order_is_the_definition(data, x):
     x = torch.where(x == float("-inf"), -LARGEST, x)  # a row of nothing else has no softmax
     found = functions.softmax(x)
     assert same(found, [reference.softmax(row, reference.cast_to(torch.float32)) for row in rows(x)])
-    assert bitwise_equal(functions.softmax(x[:, order]), found[:, order])
+    assert alike(functions.softmax(x[:, order]), found[:, order])
 
 
 @few
@@ -114,5 +121,5 @@ def test_attention_in_any_order_is_the_definition(data, sizes):
 def test_floating_point_is_not_so():
     """The control: the same sums in float32 follow their order."""
     x, weight = torch.linspace(-3, 4, 300)[None].exp(), torch.linspace(1, 9, 300)[None].sin()
-    sums = {float((x[:, order] * weight[:, order]).cumsum(1)[0, -1]) for order in (slice(None), torch.arange(299, -1, -1))}
+    sums = {float(reduce(torch.add, (x * weight)[0, order])) for order in (torch.arange(300), torch.arange(299, -1, -1))}
     assert len(sums) == 2
