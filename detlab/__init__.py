@@ -52,11 +52,14 @@ if TYPE_CHECKING:
     from detlab.runner import Run as Run
     from detlab.runner import load_trace as load_trace
     from detlab.runner import run as run
+    from detlab.scoring import Scores as Scores
+    from detlab.scoring import score as score
     from detlab.sweep import sweep as sweep
     from detlab.telemetry import Telemetry as Telemetry
     from detlab.telemetry import telemetry as telemetry
     from detlab.trace.capture import capture as capture
     from detlab.trace.records import Trace as Trace
+    from detlab.two_stages import two_stages as two_stages
     from detlab.verify import Certificate as Certificate
     from detlab.verify import verify as verify
 
@@ -73,6 +76,7 @@ _HOMES = {
     "Investigation": "detlab.investigate",
     "Prompt": "detlab.prompts",
     "Run": "detlab.runner",
+    "Scores": "detlab.scoring",
     "Telemetry": "detlab.telemetry",
     "Trace": "detlab.trace.records",
     "Triage": "detlab.divergence.triage_result",
@@ -98,10 +102,12 @@ _HOMES = {
     "remedies": "detlab.remedies",
     "restore": "detlab.deterministic",
     "run": "detlab.runner",
+    "score": "detlab.scoring",
     "sweep": "detlab.sweep",
     "telemetry": "detlab.telemetry",
     "triage": "detlab.divergence.triage",
     "try_remedies": "detlab.remedies",
+    "two_stages": "detlab.two_stages",
     "verify": "detlab.verify",
 }
 

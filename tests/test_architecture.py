@@ -36,7 +36,10 @@ OBSERVING = set().union(*FLOORS)
 # The engine stands on the first floors alone: it never sees what observes it, nor is it seen.
 ENGINE_SEES = set().union(*FLOORS[:4])
 # The rooms that see both sides; among themselves they may import without a cycle.
-JOINT = {"remedies", "coverage", "deterministic", "bench", "verify", "investigate", "inquiry", "sweep", "testing"}
+JOINT = {
+    "remedies", "coverage", "deterministic", "bench", "verify", "investigate", "inquiry", "sweep",
+    "testing", "scoring", "two_stages",
+}  # fmt: skip
 ROOMS = OBSERVING | {"engine", "viz"} | JOINT
 MAY_IMPORT = {
     **{room: set().union(*FLOORS[:floor]) for floor, rooms in enumerate(FLOORS) for room in rooms},

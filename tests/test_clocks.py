@@ -89,8 +89,8 @@ def test_the_permutation_test():
     assert permutation_p([False] * 20 + [True] * 20, range(40)) == 1e-4
     assert permutation_p([True, False] * 20, [1.0] * 40) == 1.0  # a clock that stands still explains nothing
     draw = random.Random(0)
-    found = [permutation_p([draw.random() < 0.5 for _ in range(20)], [draw.random() for _ in range(20)], s) for s in range(40)]
-    assert 0.3 < sum(found) / 40 < 0.7 and sum(p < 0.05 for p in found) <= 6  # where there is nothing, p is uniform
+    found = [permutation_p([draw.random() < 0.5 for _ in range(20)], [draw.random() for _ in range(20)], s) for s in range(24)]
+    assert 0.25 < sum(found) / 24 < 0.75 and sum(p < 0.05 for p in found) <= 4  # where there is nothing, p is uniform
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,11 @@ def test_loads_run_while_asked_for_and_end():
         processes = [*timing._all, *timing._one]
         assert processes and all(p.poll() is None for p in processes)
         if sys.platform == "linux":
-            at_rest = [states(p) for p in processes]
+            at_rest(processes)
             with timing.put_in("load"):
-                time.sleep(0.05)
-                assert all(states(p) != "T" for p in timing._all) and all(states(p) == "T" for p in timing._one)
-            time.sleep(0.05)
-            assert at_rest == [states(p) for p in processes] == ["T"] * len(processes)
+                assert all(state(p) != "T" for p in timing._all)
+                at_rest(timing._one)
+            at_rest(processes)
     assert all(p.poll() is not None for p in processes)
 
 

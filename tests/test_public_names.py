@@ -10,10 +10,11 @@ import detlab
 
 NAMES = [
     "Bench", "Certificate", "ClockExperiment", "Comparison", "Condition", "Coverage", "DetlabError", "Divergence",
-    "Explanation", "Investigation", "Prompt", "Run", "Telemetry", "Trace", "Triage", "accumulation_tree", "apply", "bench",
-    "capture", "clock_experiment", "compare", "coverage", "deterministic", "environment", "explain", "first_divergence",
-    "graft", "investigate", "load_model", "load_prompts", "load_trace", "mechanisms", "minimal_fix", "rate", "remedies",
-    "restore", "run", "sweep", "telemetry", "triage", "try_remedies", "verify", "viz",
+    "Explanation", "Investigation", "Prompt", "Run", "Scores", "Telemetry", "Trace", "Triage", "accumulation_tree", "apply",
+    "bench", "capture", "clock_experiment", "compare", "coverage", "deterministic", "environment", "explain",
+    "first_divergence", "graft", "investigate", "load_model", "load_prompts", "load_trace", "mechanisms", "minimal_fix",
+    "rate", "remedies", "restore", "run", "score", "sweep", "telemetry", "triage", "try_remedies", "two_stages", "verify",
+    "viz",
 ]  # fmt: skip
 
 
