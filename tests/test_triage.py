@@ -170,8 +170,9 @@ def test_experts_behind_a_mask_that_leaks(experts):
         seen[2, -1] = True
         return torch.where(seen, 0.0, float("-inf"))[None, None]
 
-    with patched_mask(experts, leaky):
-        run = detlab.run(experts, [PROMPT], new_tokens=0)
+    twin = copy.deepcopy(experts)
+    with patched_mask(twin, leaky):
+        run = detlab.run(twin, [PROMPT], new_tokens=0)
         found = reads_other_tokens(sides_of(detlab.compare(run, run, controls=False, measure=False))[0])
     assert found is not None and found.name == "mask" and "is not causal" in found.found
     assert found.numbers["float64"] > 1e-6
