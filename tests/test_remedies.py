@@ -330,6 +330,7 @@ def test_a_control_that_fails_stops_the_experiment(model):
         ((2, 4, 1, 1.0), (2, 4, 1, 0.1), "reduces"),
         ((2, 4, 1, 1.0), (2, 4, 1, 10.0), "makes it worse"),
         ((0, 4, 0, 0.0), (1, 4, 0, 1.0), "makes it worse"),
+        ((4, 4, 4, 0.0), (4, 4, 4, 0.0), "no effect"),  # drawn apart at the first step, from equal logits
     ],
 )
 def test_verdicts(before, after, verdict):

@@ -99,6 +99,8 @@ def verdict_of(before: Difference, after: Difference) -> str:
     flips, flipped = before.token_flips / before.of, after.token_flips / after.of
     if flips != flipped:
         return REDUCES if flipped < flips else WORSE
+    if after.max_abs == before.max_abs:  # 0 as well: texts that were drawn apart at the first step
+        return NO_EFFECT
     if after.max_abs * 10 <= before.max_abs:
         return REDUCES
     return WORSE if after.max_abs >= 10 * before.max_abs else NO_EFFECT
