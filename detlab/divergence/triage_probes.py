@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from detlab.divergence.result import Comparison, Divergence
 from detlab.divergence.rows import IDENTICAL, ORIGIN, compare_traces
 from detlab.divergence.triage_result import Evidence
 from detlab.errors import DetlabError
-from detlab.serving import config_of
+from detlab.serving import config_of, served_model
 from detlab.trace.keep import RowKeeper
 from detlab.trace.layout import rows_of
 from detlab.trace.records import OpRecord, Trace, split_keys
@@ -234,8 +235,12 @@ def _prefill(side: Side, inputs: list[list[int]], pad: int | None, keep: RowKeep
              condition: Condition | None = None) -> Trace:  # fmt: skip
     run = side.run
     assert run is not None
-    with _pad_token(config_of(side.model), pad):
-        trace = again(run, condition or run.condition, inputs, new_tokens=0, trace=True, keep=keep).trace
+    condition = condition or run.condition
+    # The copy that is served in another dtype has a configuration of its own.
+    with served_model(side.model, replace(condition, compile=None, attention=None)) as served:
+        config = config_of(served)
+    with _pad_token(config, pad):
+        trace = again(run, condition, inputs, new_tokens=0, trace=True, keep=keep).trace
     assert trace is not None
     return trace
 
