@@ -39,7 +39,6 @@ def main(names: list[str]) -> None:
     model, _ = detlab.load_model("smollm2-135m", dtype="bfloat16")
     prompts = detlab.load_prompts(PROMPTS)[:6]
     path = RESULTS / f"{NAME}.json"
-    pairs: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["pairs"] if path.exists() else {}
     for name in names or list(PAIRS):
         a, b = PAIRS[name]
         made = detlab.try_remedies(
@@ -49,6 +48,8 @@ def main(names: list[str]) -> None:
         print(made, flush=True)
         record = made.to_json()
         record.pop("environment")  # the harness records the machine
+        # Read now: the other pair may have been measured meanwhile, by another process.
+        pairs: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["pairs"] if path.exists() else {}
         pairs[name] = record
         save(NAME, {"model": "smollm2-135m, bfloat16, 1 thread", "prompts": len(prompts), "pairs": pairs})
 

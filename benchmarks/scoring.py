@@ -18,7 +18,9 @@ from _harness import save
 import detlab
 
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "scoring.jsonl"
-CONDITIONS = ["", "batch_size=2", "batch_size=4,padding_side=left", "batch_size=4,padding_side=left,padding=16", "prefill_chunk=32"]
+CONDITIONS = [
+    "", "batch_size=2", "batch_size=4,padding_side=left", "batch_size=4,padding_side=left,padding=16", "prefill_chunk=32",
+]  # fmt: skip
 CHOICES = {
     "essay": {str(n): n for n in range(1, 10)},
     "loan": {"Approve": 1, "Reject": 0},

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,27 @@ def test_batch_stability_and_the_draw(model, stock):
     assert [(r.condition, r.logits_md5) for r in again.runs] == [(r.condition, r.logits_md5) for r in stock.runs]
     other = detlab.rate(model, PROMPTS, MIXED, runs=24, new_tokens=0, seed=1)
     assert [r.condition for r in other.runs] != [r.condition for r in stock.runs]
+
+
+def test_each_run_says_when_it_was_and_how_busy_the_machine(stock):
+    started = [run.started for run in stock.runs]
+    assert started == sorted(started) and started[0] > 0 == stock.reference.started
+    assert all(run.seconds > 0 for run in stock.runs)
+    for name, of in stock.utilisation.items():
+        values = [run.machine[name] for run in stock.runs if name in run.machine]
+        assert stock.sensors[name].startswith("read") and of["min"] == min(values) and of["max"] == max(values)
+    assert all(how.startswith(("read", "absent: ")) for how in stock.sensors.values())
+    if sys.platform == "linux":
+        assert {"cpu_busy", "memory_mib", "process_cores"} <= set(stock.utilisation)
+        assert stock.utilisation["memory_mib"]["min"] > 1 and "utilisation: cpu_busy" in str(stock)
+    if not torch.cuda.is_available():
+        assert "gpu absent: torch sees no GPU" in str(stock)
+
+
+def test_a_fresh_process_counts_by_the_same_clock(model):
+    made = detlab.rate(model, PROMPTS[:1], ["", "batch_size=4"], runs=4, new_tokens=0, remedy="cudnn-variable")
+    assert made.reference.started == 0 < made.runs[0].started < made.runs[-1].started
+    assert made.remedy == "cudnn-variable" and all(run.machine for run in made.runs)
 
 
 def test_the_result_in_every_form(stock):

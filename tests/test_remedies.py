@@ -19,7 +19,8 @@ from detlab.remedies.registry import plan_of
 from detlab.remedies.remedy import Setup
 from detlab.remedies.serve import Served
 from detlab.remedies.table import Difference, difference_of, verdict_of
-from tests.bit_classes import bitwise_equal, padded_attention_rows, row_class_equal
+from detlab.remedies.window import WINDOW, windowed_attention
+from tests.bit_classes import bitwise_equal, draw, padded_attention_rows, row_class_equal
 
 PROMPT = [[(7 * i) % 250 + 3 for i in range(24)]]
 C1 = {"prompts": PROMPT, "a": "", "b": "batch_size=4", "new_tokens": 2}
@@ -36,6 +37,7 @@ def state(model):
     """What a remedy may not leave changed: switches, threads, variables, random states, the model's forwards and weights."""
     record = detlab.environment()
     return {
+        "fingerprint": record.fingerprint(),
         "flags": record.flags,
         "threads": record.threads,
         "variables": record.variables,
@@ -133,6 +135,8 @@ def test_each_remedy_is_undone_whatever_happens(model, name):
     assert state(model) | {"random": 0} == before | {"random": 0}
     if name in ("tf32-off", "full-reductions", "deterministic-algorithms"):
         assert inside["flags"] != before["flags"]
+    if name == "attention-window":
+        assert inside["attention"] == "detlab_window" != before["attention"]
     if name == "seeds":
         assert inside["random"] != before["random"]
 
@@ -175,6 +179,28 @@ def test_copies_compute_as_they_say(model):
     with applied(model, "half-storage") as twin:
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             assert theirs.dtype == torch.float32 and bitwise_equal(theirs, ours.bfloat16().float())
+
+
+def test_a_window_sees_its_last_keys_alone():
+    """Against a plain softmax in float64; and what lies before the window moves no bit."""
+    query, key, value = (draw(2, heads, 100, 16, seed=heads + i) for i, heads in enumerate((6, 2, 2)))
+    mask = torch.full((100, 100), torch.finfo(torch.float32).min).triu(1).repeat(2, 1, 1, 1)
+    mask[1, :, :, :7] = torch.finfo(torch.float32).min  # the second row begins with padding
+    made, _ = windowed_attention(None, query, key, value, mask, scaling=0.25)
+    for row, head, at in ((0, 0, 0), (0, 5, 63), (0, 3, 64), (0, 1, 99), (1, 4, 7), (1, 2, 69), (1, 5, 99)):
+        seen = slice(max(7 * row, at - WINDOW + 1), at + 1)
+        k, v = key[row, head // 3, seen].double(), value[row, head // 3, seen].double()
+        expected = (0.25 * k @ query[row, head, at].double()).softmax(-1) @ v
+        assert float((made[row, at, head] - expected).abs().max()) < 1e-6
+    step = [t[:, :, -1:] for t in (query, mask)]
+    alone, _ = windowed_attention(None, step[0], key, value, step[1], scaling=0.25)
+    assert step[0].shape[2] == 1 and float((alone[:, 0] - made[:, 99]).abs().max()) < 1e-6
+    key[:, :, : 100 - WINDOW], value[:, :, : 100 - WINDOW] = 3.0, float("nan")
+    moved, _ = windowed_attention(None, step[0], key, value, step[1], scaling=0.25)
+    assert bitwise_equal(moved, alone)
+    key[:, :, 100 - WINDOW] += 1.0
+    value[:, :, 100 - WINDOW] = 5.0
+    assert not bitwise_equal(windowed_attention(None, step[0], key, value, step[1], scaling=0.25)[0], alone)
 
 
 # ---------------------------------------------------------------------------------------------------------- on a pair
@@ -249,6 +275,19 @@ def test_padding(model):
     must_part = bool(padded_attention_rows(torch.float32, 21, 11))
     assert made.before.prompts >= must_part
     assert made["tier-invariant"].after.prompts == 0
+
+
+@pytest.mark.slow
+def test_compiled_once_for_all_runs(model):
+    if REMEDIES["compiled"].reason(model):
+        pytest.skip(REMEDIES["compiled"].reason(model))
+    before = state(model)
+    torch._dynamo.utils.counters.clear()
+    found = detlab.try_remedies(model, **C1, remedies=["compiled"], trials=2)["compiled"]
+    assert found.after is not None and found.cost > 0 and "compile=mlp" in found.a
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 1 <= graphs <= 12  # anew for each of the 12 runs of two layers would be 24 at least
+    assert state(model) == before
 
 
 def test_where_nothing_parts_there_is_nothing_to_restore(model):

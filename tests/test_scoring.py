@@ -58,7 +58,7 @@ def test_decisions_flip_where_the_threshold_lies_between(model, scores):
     assert f"{len(made.flips)} decisions flip at" in str(made) and made.to_pandas()["decision"].nunique() == 2
     data = json.loads(json.dumps(made.to_json()))
     assert data["flips"] == made.flips and data["spread"][0] == max(row) - min(row)
-    assert "<b>" not in replace(made, prompt_ids=["<b>"])._repr_html_()
+    assert "<b>" not in replace(made, prompt_ids=["<b>", *PROMPTS[1:]])._repr_html_()
 
 
 def test_what_cannot_be_scored(model):
