@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import detlab
-from detlab.divergence import summands
+from detlab.divergence import accumulation, summands
 from detlab.divergence.accumulation import Probe, recover
 from detlab.divergence.accumulation_replay import Arithmetic, Trials, fused_multiply_add
 from detlab.divergence.summands import Summands, draw
@@ -69,6 +69,47 @@ def test_a_planted_tree_of_terms_that_are_never_negative_is_recovered(seed):
 
     probe = Probe(Summands(n, "planted", torch.float32, none, exceeds=exceeds))
     assert AccumulationTree.from_nodes(n, recover(n, probe.sizes)) == AccumulationTree.from_nodes(n, nodes)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("widest", [2, 4])
+def test_terms_are_put_in_order_where_few_units_can_be_counted(seed, widest, monkeypatch):
+    """As outputs of 16 bits allow: the same tree, whether units are counted on all terms or on a few of them."""
+    n = random.Random(seed).choice([8, 16, 31, 64])
+    nodes = random_nodes(n, seed, widest)
+    few = random.Random(seed).choice([1, 2, 3, 7])
+    monkeypatch.setitem(accumulation._MASKS, torch.float32, ((2.0**100, 1.0, few),))
+    assert tree_of(planted(nodes), n, trials=0) == AccumulationTree.from_nodes(n, nodes)
+
+
+def test_an_order_that_changes_is_refused_where_few_units_can_be_counted():
+    calls = []
+
+    def turning(x: Tensor) -> Tensor:
+        calls.append(1)
+        return one_by_one(x, list(range(600)) if len(calls) % 2 else list(range(599, -1, -1)))
+
+    with pytest.raises(AccumulationError, match="do not line up|sizes of a tree"):
+        tree_of(turning, 600, dtype=torch.bfloat16, trials=0)
+
+
+@pytest.mark.parametrize("op", ["attention", "mm"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_1024_terms_of_sixteen_bits_take_few_queries(op, dtype):
+    tree = tree_of(op, 1024, dtype=dtype)
+    assert tree.is_confirmed and tree.queries < 20_000
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.5, 3.0, 0.1])
+def test_a_fixed_multiple_of_a_sum_is_replayed(factor):
+    tree = tree_of(lambda x: factor * x.sum(), 24)
+    assert tree.is_confirmed and tree == tree_of(torch.sum, 24) and f"times {factor:g}" in tree.describe()
+
+
+@pytest.mark.parametrize("op", ["mean", "cumsum", "attention", "softmax", "rms_norm"])
+def test_no_terms_where_there_must_be_one(op):
+    with pytest.raises(UsageError, match=f"^{op} has no output where there is nothing to add"):
+        tree_of(op, 0)
 
 
 def test_few_queries_are_enough():
@@ -355,7 +396,7 @@ def test_what_is_no_sum_tree_is_refused(fn, says):
         (("sum", -1), {}, "n to be a whole number of at least 0; got n=-1"),
         (("sum", 2.0), {}, "got n=2.0"),
         (("sum", 4), {"trials": -1}, "trials to be a whole number"),
-        (("sum", 4), {"dtype": torch.int32}, "reads sums of float32, bfloat16, float64, float16; got dtype=torch.int32"),
+        (("sum", 4), {"dtype": torch.int32}, "torch.float32, torch.bfloat16, torch.float64, torch.float16; got dtype=torch.int32"),
         (("conv", 4), {}, "knows no op 'conv'. Choose from sum, "),
         ((7, 4), {}, "needs a function or the name of an op; got 7"),
         (("sum(-1)", 4), {"columns": 3}, r"sum\(-1\) does not read columns; it reads rows, row"),
@@ -367,6 +408,10 @@ def test_what_is_no_sum_tree_is_refused(fn, says):
         (("rms_norm", 4), {"dtype": torch.float16}, "reads rms_norm in float32 only"),
         (("softmax", 10000), {}, "told apart up to n=8192; got n=10000"),
         ((lambda x: x * 2, 4), {}, r"needs a function that returns one number; <lambda> returned \[4\]"),
+        ((lambda x: None, 4), {}, "needs a function that returns one number; <lambda> returned None"),
+        ((torch.dot, 4), {}, "calls a function with one tensor of n terms, which dot did not take"),
+        (("sum", 4), {"dtype": "float32"}, "got dtype='float32'"),
+        (("sum", 4), {"seed": "a"}, "seed to be a whole number of at least 0; got seed='a'"),
         ((torch.nn.Linear(8, 3), 4), {}, "this linear layer adds in_features=8 terms; got n=4"),
     ],
 )

@@ -93,7 +93,7 @@ def accumulation_tree(
 
     The module's docstring states the method and what it assumes. Nothing is cached, and every call has the true shape.
     """
-    _check_arguments(n, dtype, trials)
+    _check_arguments(n, dtype, trials, seed)
     asked = {"rows": rows, "row": row, "columns": columns, "column": column}
     given: dict[str, int] = {name: value for name, value in asked.items() if value is not None}
     if wrong := [name for name, value in given.items() if not is_count(value)]:
@@ -118,13 +118,12 @@ def accumulation_tree(
     )
 
 
-def _check_arguments(n: int, dtype: torch.dtype, trials: int) -> None:
-    for name, value in (("n", n), ("trials", trials)):
+def _check_arguments(n: int, dtype: torch.dtype, trials: int, seed: int) -> None:
+    for name, value in (("n", n), ("trials", trials), ("seed", seed)):
         if not is_count(value):
             raise UsageError(f"accumulation_tree needs {name} to be a whole number of at least 0; got {name}={value!r}.")
     if dtype not in _MASKS:
-        known = ", ".join(str(kind).removeprefix("torch.") for kind in _MASKS)
-        raise UsageError(f"accumulation_tree reads sums of {known}; got dtype={dtype}.")
+        raise UsageError(f"accumulation_tree reads sums of {', '.join(map(str, _MASKS))}; got dtype={dtype!r}.")
 
 
 def recover(n: int, sizes: Sizes, seed: int = 0) -> list[list[int]]:
@@ -281,24 +280,75 @@ class Probe:
 
     def _signed(self, pivot: int, others: Sequence[int], anchor: int | None) -> list[int]:
         members = [pivot, *others, *([] if anchor is None else [anchor])]
+        if len(members) > 2 * self.limit:
+            return self._ordered(pivot, others, anchor)
         survivors = [0] * len(others)
         for start in range(0, len(members), self.limit):
             piece = members[start : start + self.limit]
-            units = self._units(piece)
-            here = set(piece)
-            units[pivot] = self.huge
-            most = len(piece) - (pivot in here)
-            for at, term in enumerate(others):
-                units[term] = -self.huge
-                count = self._count(units)
-                units[term] = self.unit if term in here else 0.0
-                if not isinstance(count, int) or not 0 <= count <= most - (term in here):
-                    raise AccumulationError(
-                        f"{self.source.words}: with +M at term {pivot}, -M at term {term} and {most - (term in here)} units "
-                        f"elsewhere, the output holds {count} units: this is no sum that swallows what is added to M."
-                    )
-                survivors[at] += count
+            counts = self._survivors(pivot, others, piece)
+            survivors = [total + count for total, count in zip(survivors, counts, strict=True)]
         return [len(members) - count for count in survivors]
+
+    def _survivors(self, pivot: int, others: Sequence[int], piece: Sequence[int]) -> list[int]:
+        """For each of the others, how many units on the piece's terms +M at the pivot and -M at that term leave."""
+        units = self._units(piece)
+        here = set(piece)
+        units[pivot] = self.huge
+        most = len(piece) - (pivot in here)
+        counts = []
+        for term in others:
+            units[term] = -self.huge
+            count = self._count(units)
+            units[term] = self.unit if term in here else 0.0
+            if not isinstance(count, int) or not 0 <= count <= most - (term in here):
+                raise AccumulationError(
+                    f"{self.source.words}: with +M at term {pivot}, -M at term {term} and {most - (term in here)} units "
+                    f"elsewhere, the output holds {count} units: this is no sum that swallows what is added to M."
+                )
+            counts.append(count)
+        return counts
+
+    def _ordered(self, pivot: int, others: Sequence[int], anchor: int | None) -> list[int]:
+        """Sizes where few units can be counted at once: terms are put in the order in which the pivot meets them.
+
+        Units stand on one term of each of some places along the pivot's path; those that survive lie further up than the term
+        that is asked for. Sizes follow from the places. Each is then held against one count of units at random, which no
+        order but the true one gives every time.
+        """
+        terms = [*others, *([] if anchor is None else [anchor])]
+        groups: list[list[int]] = []  # terms that hang at one node of the path, from the pivot up
+        for term in terms:
+            low, high = 0, len(groups)  # it is at group low - 1, or between that and group low; or further up, below high
+            while low < high:
+                step = -(-(high - low) // self.limit)
+                picked = list(range(low, high, step))
+                (above,) = self._survivors(pivot, [term], [groups[at][0] for at in picked])
+                below = len(picked) - above  # picked groups that the term's subtree holds
+                high = picked[below] if above else high
+                low = picked[below - 1] + 1 if below else low
+            is_there = low > 0 and self._survivors(pivot, [groups[low - 1][0]], [term]) == [0]
+            if is_there:
+                groups[low - 1].append(term)
+            else:
+                groups.insert(low, [term])
+        sizes: dict[int, int] = {}
+        place: dict[int, int] = {}
+        total = 1
+        for at, group in enumerate(groups):
+            total += len(group)
+            sizes |= dict.fromkeys(group, total)
+            place |= dict.fromkeys(group, at)
+        choose = random.Random(pivot)
+        for term in others:
+            piece = choose.sample(terms, min(self.limit, len(terms)))
+            expected = sum(place[other] > place[term] for other in piece)
+            (found,) = self._survivors(pivot, [term], piece)
+            if found != expected:
+                raise AccumulationError(
+                    f"{self.source.words}: from term {pivot}, the terms do not line up: {found} of {len(piece)} units are left "
+                    f"beside term {term}, and {expected} should be. Its order depends on the numbers, or this is no tree."
+                )
+        return [sizes[term] for term in others]
 
     # --------------------------------------------------------------------------------------------- 1, half a ULP, slivers
     def _positive(self, pivot: int, others: Sequence[int], anchor: int | None) -> list[int]:

@@ -114,6 +114,16 @@ def mean_of(n: int) -> dict[str, Finish]:
     return {"divided by n": lambda total: total / n, "times 1/n": lambda total: total * (1.0 / n)}
 
 
+def _multiple(ask: Callable[[Tensor], Tensor], shape: Shape) -> dict[str, Finish]:
+    """The fixed multiple of the sum that a function returns, read off one term of 1; none where that is 1."""
+    if not shape.n:
+        return {}
+    one = torch.zeros(shape.n, dtype=shape.dtype)
+    one[0] = 1.0
+    factor = float(ask(one))
+    return {} if factor in (0.0, 1.0) or not math.isfinite(factor) else {f"times {factor:.8g}": lambda total: total * factor}
+
+
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -124,8 +134,19 @@ def from_function(fn: Callable[[Tensor], Any], shape: Shape) -> Summands:
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def ask(terms: Tensor) -> Tensor:
-        found = fn(terms.clone())  # a clone: the function may write to what it is given
-        value = found.detach().cpu() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
+        try:
+            found = fn(terms.clone())  # a clone: the function may write to what it is given
+        except TypeError as error:
+            raise UsageError(
+                f"accumulation_tree calls a function with one tensor of n terms, which {name} did not take ({error}). Wrap it, "
+                "as in lambda x: fn(x, other)."
+            ) from error
+        try:
+            value = found.detach().cpu() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"accumulation_tree needs a function that returns one number; {name} returned {found!r}."
+            ) from error
         if value.numel() != 1:
             raise UsageError(
                 f"accumulation_tree needs a function that returns one number; {name} returned {list(value.shape)}. "
@@ -137,7 +158,7 @@ def from_function(fn: Callable[[Tensor], Any], shape: Shape) -> Summands:
 
     def trials(count: int, seed: int) -> Trials:
         inputs = [x for (x,) in draw_many(count, [(shape.n,)], [0], shape.dtype, _generator(seed))]
-        finishes: dict[str, Finish] = {"": plain} | mean_of(max(1, shape.n))
+        finishes: dict[str, Finish] = {"": plain} | mean_of(max(1, shape.n)) | _multiple(ask, shape)
         actual, again = (torch.stack([ask(x) for x in inputs]) for _ in range(2))
         return Trials(torch.stack(inputs), None, actual, again, finishes)
 
@@ -358,6 +379,8 @@ OPS: dict[str, tuple[Callable[[Shape], Summands], tuple[str, ...]]] = {
     "softmax": (_softmax, ("rows", "row")),
     "rms_norm": (_rms_norm, ("rows", "row")),
 }  # fmt: skip
+#: Ops whose output is no number where they add nothing.
+_NEED_TERMS = ("mean", "cumsum", "attention", "softmax", "rms_norm")
 _FUNCTIONS: dict[Any, str] = {
     torch.mm: "mm", torch.matmul: "mm", F.linear: "linear", torch.softmax: "softmax", F.softmax: "softmax",
     torch.rms_norm: "rms_norm", F.rms_norm: "rms_norm", F.scaled_dot_product_attention: "attention",
@@ -414,6 +437,8 @@ def summands_of(fn: Any, shape: Shape, given: set[str]) -> Summands:
             f"{name or 'a function of n terms'} does not read {', '.join(extra)}"
             + (f"; it reads {', '.join(reads)}." if reads else ": it fixes its own shape. Choose that inside the function.")
         )
+    if not shape.n and name in _NEED_TERMS:
+        raise UsageError(f"{name} has no output where there is nothing to add; n must be at least 1, got n=0.")
     for size, at in (("rows", "row"), ("columns", "column")):
         if not 0 <= getattr(shape, at) < getattr(shape, size):
             found = f"{at}={getattr(shape, at)}, {size}={getattr(shape, size)}"
