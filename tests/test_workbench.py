@@ -108,6 +108,13 @@ def test_the_first_difference_is_looked_at_unasked(bench: Workbench) -> None:
     assert "<svg" in find(bench, "detlab-elements").value
 
 
+def test_a_page_that_loads_late_finds_the_figure_in_the_widgets_state(bench: Workbench) -> None:
+    (figure,) = find(bench, "detlab-heatmap").children
+    state = figure.get_state(("_widget_data", "_widget_layout"))
+    assert [trace["type"] for trace in state["_widget_data"]] == [trace.type for trace in figure.data]
+    assert state["_widget_layout"]["title"]["text"] == figure.layout.title.text
+
+
 def test_each_step_shows_its_own_parts(bench: Workbench) -> None:
     shows = {
         "where": ("detlab-a-batch-size", "detlab-verdict", "detlab-heatmap", "detlab-op", "detlab-detail", "detlab-elements"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import ipywidgets
@@ -171,3 +172,5 @@ def replace_figure(widget: Any, figure: go.Figure) -> None:
         widget.data = ()
         widget.layout = figure.layout
         widget.add_traces(figure.data)
+    # A page that is still loading plotly.js (5 MB) misses these messages; it then draws what the widget's state holds.
+    widget._widget_layout, widget._widget_data = deepcopy(widget._layout_obj._props), deepcopy(widget._data)

@@ -11,11 +11,18 @@ from tests.browser.lab import CHROMIUM, Lab, serving
 ARTIFACTS = Path(__file__).with_name("artifacts")
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    """JupyterLab with copies of the notebooks and prompts, and with settings of its own."""
-    with serving(tmp_path) as running:
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """JupyterLab with copies of the notebooks and prompts, and with settings of its own; all tests share it."""
+    with serving(tmp_path_factory.mktemp("lab")) as running:
         yield running
+
+
+@pytest.fixture
+def lab(server: Lab) -> Iterator[Lab]:
+    """The same, with no kernel left behind: the next test has the machine for itself."""
+    yield server
+    server.stop_kernels()
 
 
 @pytest.fixture

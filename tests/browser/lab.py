@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -19,6 +20,8 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, STOP_SECONDS = 60, 15
+# Console errors that are no fault of ours, as regular expressions, each with its reason.
+ALLOWED: tuple[str, ...] = ()
 CHROMIUM = [
     "--headless",
     "--no-sandbox",
@@ -47,6 +50,11 @@ class Lab:
             body = answer.read()
         return json.loads(body) if body else None
 
+    def stop_kernels(self) -> None:
+        """Shuts every kernel down."""
+        for kernel in self.ask("/api/kernels"):
+            self.ask(f"/api/kernels/{kernel['id']}", "DELETE")
+
     def page(self, name: str) -> str:
         """Address of a notebook in the Lab."""
         return f"{self.base}/lab/tree/{name}?token={self.token}"
@@ -66,6 +74,10 @@ class Watch:
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", self._requested)
         page.on("websocket", lambda socket: self._seen(socket.url))
+
+    def unexpected(self) -> list[str]:
+        """Errors on the console that are not known to be no fault of ours."""
+        return [error for error in self.errors if not any(re.search(pattern, error) for pattern in ALLOWED)]
 
     def _requested(self, request: Any) -> None:
         self._seen(request.url)
@@ -159,8 +171,7 @@ def _wait_until_up(running: Lab, server: "subprocess.Popen[bytes]", log: Path) -
 def _stop(running: Lab, server: "subprocess.Popen[bytes]") -> None:
     """Shuts the kernels down through the API, then the server; by its own process id where it does not listen."""
     try:
-        for kernel in running.ask("/api/kernels"):
-            running.ask(f"/api/kernels/{kernel['id']}", "DELETE")
+        running.stop_kernels()
         running.ask("/api/shutdown", "POST")
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         server.terminate()

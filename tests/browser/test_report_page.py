@@ -1,5 +1,6 @@
 """The report in a real browser, from a file: figures are drawn, nothing is loaded, and no text becomes a script."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,19 @@ def test_a_report_opens_offline(scheme: Any, browser: Any, artifacts: Path, tmp_
     assert (watch.num_requests, watch.outside, watch.errors) == (1, [], [])
 
 
-def contrast(first: str, second: str) -> float:
-    """WCAG contrast of two `rgb(r, g, b)` colours."""
+def contrast(text: str, back: str) -> float:
+    """WCAG contrast of a colour, which may let some of the other through, on another: `rgb(r, g, b)` or `rgba(r, g, b, a)`."""
 
-    def luminance(colour: str) -> float:
-        channels = [int(part) / 255 for part in colour[4:-1].split(",")]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    def channels(colour: str) -> list[float]:
+        return [float(part) for part in re.findall(r"[\d.]+", colour)]
+
+    def luminance(channels: list[float]) -> float:
+        parts = [channel / 255 for channel in channels]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    bright, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    below = channels(back)[:3]
+    *above, alpha = (*channels(text), 1.0)[:4]
+    mixed = [alpha * top + (1 - alpha) * bottom for top, bottom in zip(above, below, strict=True)]
+    bright, dark = sorted((luminance(mixed), luminance(below)), reverse=True)
     return (bright + 0.05) / (dark + 0.05)

@@ -12,12 +12,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 NOTEBOOK = "notebooks/00-start-here.ipynb"
 STEP_SECONDS = 30
-# Console errors that are no fault of ours, each with its reason.
-ALLOWED = ()
-
-
-def unexpected(watch: Watch) -> list[str]:
-    return [error for error in watch.errors if not any(re.search(pattern, error) for pattern in ALLOWED)]
 
 
 def test_the_first_notebook_runs_and_its_panel_leads_to_the_op(lab: Lab, browser: Any, artifacts: Path) -> None:
@@ -54,7 +48,7 @@ def test_the_first_notebook_runs_and_its_panel_leads_to_the_op(lab: Lab, browser
         context.close()
     assert watch.num_requests > 10
     assert watch.outside == []
-    assert unexpected(watch) == []
+    assert watch.unexpected() == []
 
 
 def use_the_panel(page: Any, artifacts: Path) -> None:
