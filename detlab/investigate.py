@@ -14,7 +14,7 @@ from detlab.divergence.explain import explain
 from detlab.divergence.explain_result import Explanation
 from detlab.divergence.result import IDENTICAL_VERDICT, Comparison
 from detlab.divergence.triage import triage
-from detlab.divergence.triage_result import SAMPLING, SEMANTICS, Triage
+from detlab.divergence.triage_result import SAMPLING, Triage
 from detlab.environment import Environment
 from detlab.errors import DetlabError
 from detlab.runner import Progress, Run, run
@@ -118,7 +118,7 @@ def explain_why(made: Investigation) -> None:
     made.triage = triage(made.comparison)
     if made.comparison.first is None or made.comparison.first.kind != "origin":
         return
-    if made.triage.verdict in (SAMPLING, SEMANTICS):  # an op that also rounds otherwise is not what the user sees
+    if made.triage.verdict == SAMPLING:  # an op that also rounds otherwise is not what the user sees
         return
     try:
         made.explanation = explain(made.comparison, processes=False)

@@ -396,7 +396,7 @@ def test_what_is_no_sum_tree_is_refused(fn, says):
         (("sum", -1), {}, "n to be a whole number of at least 0; got n=-1"),
         (("sum", 2.0), {}, "got n=2.0"),
         (("sum", 4), {"trials": -1}, "trials to be a whole number"),
-        (("sum", 4), {"dtype": torch.int32}, "torch.float32, torch.bfloat16, torch.float64, torch.float16; got dtype=torch.int32"),
+        (("sum", 4), {"dtype": torch.int32}, "torch.bfloat16, torch.float64, torch.float16; got dtype=torch.int32"),
         (("conv", 4), {}, "knows no op 'conv'. Choose from sum, "),
         ((7, 4), {}, "needs a function or the name of an op; got 7"),
         (("sum(-1)", 4), {"columns": 3}, r"sum\(-1\) does not read columns; it reads rows, row"),

@@ -1,5 +1,7 @@
 """The causal check: a's rows put in at the named origin. It proves what is the cause, and does not prove what is not."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -128,6 +130,47 @@ def test_origins_behind_origins_are_listed(model, batch):
     masked = [o for o in found if o.is_masked]
     assert len(found) - len(masked) == len(comparison.origins) and len(masked) > 0
     assert all(o.own > 0 and o.total >= 0 and o.call == 1 for o in found)
+
+
+class Doubling(torch.nn.Module):
+    """Stands for a decoder layer, and doubles what it is given: exact in any float."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.attention_type = getattr(layer, "attention_type", None)
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states * 2.0
+
+
+def test_a_layer_that_doubles_what_it_is_given(model):
+    """A fault behind layer 0; layer 1 is known to double everything, and to add nothing of its own."""
+    sound = copy.deepcopy(model)
+    sound.model.layers[1] = Doubling(sound.model.layers[1])
+    faulty = copy.deepcopy(sound)
+
+    def fault(module, args, output):
+        output[0, 3, 5] += 0.25
+
+    faulty.model.layers[0].mlp.down_proj.register_forward_hook(fault)
+    runs = [detlab.run(one, [tokens(9)], new_tokens=0) for one in (sound, faulty)]
+    first, second = detlab.compare(*runs, controls=False, measure=False).amplification()
+    assert first.factor is None and first.outgoing == 0 and first.own == pytest.approx(0.25 / (9 * 576) ** 0.5)
+    assert (second.incoming, second.own, second.factor) == (first.own, 0.0, 2.0)
+    same = detlab.compare(runs[0], runs[0], controls=False, measure=False).amplification()
+    assert all((one.incoming, one.outgoing, one.own, one.factor) == (0.0, 0.0, 0.0, None) for one in same)
+
+
+def test_amplification_of_the_batch_case(model, batch):
+    """What comes in is what the layer before handed on; rounding in a layer is about as large as what reaches it."""
+    _, _, comparison = batch
+    if comparison.first is None:
+        return
+    gains = comparison.amplification()
+    assert [one.layer for one in gains] == [0, 1]
+    assert gains[0].incoming == 0 and gains[0].factor is None and gains[0].outgoing == 0 and gains[0].own > 0
+    assert gains[1].incoming == gains[0].own and gains[1].own > 0
+    assert gains[1].factor == gains[1].outgoing / gains[1].incoming and 0.1 < gains[1].factor < 100
 
 
 def test_what_cannot_be_grafted_says_why(model, batch):

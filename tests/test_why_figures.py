@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from detlab.divergence.amplification import LayerGain
 from detlab.divergence.explain_factors import Factor
 from detlab.divergence.explain_result import Explanation, Mechanism, factor_words, kernel_words
 from detlab.divergence.graft import IsolatedOp
@@ -65,6 +66,13 @@ def test_the_noise_budget_shows_each_layer_once() -> None:
     assert bar.customdata[0] == "2 ops, 1 of them hidden behind earlier differences"
     assert figure.layout.yaxis.type == "log" and figure.layout.xaxis.type == "category"
     json.loads(figure.to_json())
+
+
+def test_the_noise_budget_shows_what_a_layer_does_to_what_comes_in() -> None:
+    gains = [LayerGain(0, 0.0, 0.0, 1e-7), LayerGain(1, 1e-7, 3e-7, 1e-7)]
+    line = next(trace for trace in noise_budget(OPS, gains).data if "growth" in trace.name)
+    assert (list(line.x), [round(y, 6) for y in line.y], line.yaxis) == (["1"], [3.0], "y2")
+    assert all("growth" not in trace.name for trace in noise_budget(OPS).data)
 
 
 def test_a_noise_budget_of_nothing_says_so() -> None:

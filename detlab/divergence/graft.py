@@ -165,7 +165,7 @@ def graft(a: Run | Trace, b: Run | Trace, divergence: Divergence | None = None, 
     if chosen.kind != "origin":
         raise UsageError(f"graft needs an origin; {chosen.module} · {chosen.op} only carried a difference on. Try .origins.")
     ours, theirs = sides_of(comparison, again, model)
-    _refuse_variables(ours, theirs)
+    refuse_variables(ours, theirs)
     aligned = comparison.detail.aligned
     found = [f for f in comparison.detail.ops.differing() if f.a == chosen.op_index]
     kinds = [chosen.op]
@@ -190,7 +190,12 @@ def _of_kinds(trace: Trace, aligned: dict[int, int], kinds: list[str]) -> list[t
     return [(x, y) for x, y in aligned.items() if trace.ops[x].op in kinds]
 
 
-def _refuse_variables(*sides: Side) -> None:
+def refuse_variables(*sides: Side) -> None:
+    """Says that rows cannot be put into a fresh process.
+
+    Raises:
+        UsageError: a side's condition needs one.
+    """
     for side in sides:
         if side.variables:
             raise UsageError(
@@ -254,7 +259,7 @@ def all_origins(comparison: Comparison, *, prompt: int | None = None, again: Seq
         UsageError: the comparison does not hold its runs, or a condition needs a fresh process.
     """
     a, b = sides_of(comparison, again, model)
-    _refuse_variables(a, b)
+    refuse_variables(a, b)
     if prompt is None:
         prompt = comparison.first.prompt if comparison.first is not None else 0
     pairs = [(x, y) for x, y in comparison.detail.aligned.items() if a.trace.ops[x].outputs]

@@ -65,9 +65,7 @@ def targets_from(pairs: Sequence[tuple[int, int]], a: RowsOf, b: RowsOf, rows: d
             keys = np.intersect1d(ours.keys, theirs.keys)
             if rows is not None and op_b in rows:
                 keys = np.intersect1d(keys, rows[op_b])
-            chosen = torch.zeros(len(ours.keys), dtype=torch.bool)
-            chosen[torch.from_numpy(np.searchsorted(ours.keys, keys))] = True
             put, taken = theirs.of(keys), ours.of(keys)
             if len(keys) and torch.equal(put.lengths, taken.lengths):  # rows of another form cannot be put in
-                targets[op_b, slot] = Target(put, values[chosen.repeat_interleave(ours.lengths)])
+                targets[op_b, slot] = Target(put, values[ours.mask(keys)])
     return targets

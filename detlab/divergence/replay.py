@@ -176,10 +176,13 @@ class Elements:
 
     def of(self, keys: Array) -> Elements:
         """Some of the rows, which must all be there."""
-        which = torch.from_numpy(np.searchsorted(self.keys, keys))
+        return Elements(keys, self.at[self.mask(keys)], self.lengths[torch.from_numpy(np.searchsorted(self.keys, keys))])
+
+    def mask(self, keys: Array) -> Tensor:
+        """[num_elements], whether each element belongs to one of some rows, which must all be there."""
         chosen = torch.zeros(len(self.keys), dtype=torch.bool)
-        chosen[which] = True
-        return Elements(keys, self.at[chosen.repeat_interleave(self.lengths)], self.lengths[which])
+        chosen[torch.from_numpy(np.searchsorted(self.keys, keys))] = True
+        return chosen.repeat_interleave(self.lengths)
 
     def rows(self) -> Tensor:
         """[num_elements], the row that each element belongs to."""
@@ -210,10 +213,11 @@ def elements_of(shape: Sequence[int], layout: Layout, record: TensorRecord, call
 
 @dataclass
 class Target:
-    """Rows to be put into one of an op's outputs: places, and the value of each element."""
+    """Rows to be put into one of an op's outputs: places, the value of each element, and whether to keep what they replace."""
 
     elements: Elements
     values: Tensor
+    keeps: bool = False
 
 
 #: (op, number of its output) -> what is put in.
@@ -255,6 +259,7 @@ class Spot(TorchDispatchMode):  # type: ignore[no-untyped-call]
         replacing = {op for op, _ in self.targets}
         self.met: dict[int, Met] = {}
         self.replaced: dict[int, Replaced] = {}
+        self.kept: dict[tuple[int, int], Tensor] = {}  # what was replaced, where a target asks for it
         self._after: dict[int, int] = {}  # the op observed last -> the one that may come now
         last = -1
         for op in trace.ops:
@@ -297,13 +302,16 @@ class Spot(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.met[index] = Met(func, *copied, first.detach().clone())
         for slot, output in enumerate(tensors_in(result)):
             if (index, slot) in self.targets:
-                self._replace(index, output, self.targets[index, slot])
+                self._replace(index, slot, output)
         return result
 
-    def _replace(self, index: int, output: Tensor, target: Target) -> None:
+    def _replace(self, index: int, slot: int, output: Tensor) -> None:
+        target = self.targets[index, slot]
         flat = output.detach().reshape(-1).clone()
         at = target.elements.at.to(flat.device)
         before, after = flat[at], target.values.to(flat.device)
+        if target.keeps:
+            self.kept[index, slot] = before.cpu()
         unequal = int_view(before) != int_view(after)
         rows = set(target.elements.rows()[unequal.cpu()].tolist())
         largest = 0.0

@@ -16,6 +16,7 @@ from detlab.trace.records import Array, TensorRecord, Trace, split_keys
 if TYPE_CHECKING:
     import pandas as pd
 
+    from detlab.divergence.amplification import LayerGain
     from detlab.divergence.graft import IsolatedOp
 
 IDENTICAL_VERDICT, DIVERGED, CONTROL_FLOW, DIFFERENT_INPUTS = "identical", "diverged", "control_flow", "different_inputs"
@@ -186,6 +187,12 @@ class Comparison:
         from detlab.divergence.graft import all_origins  # it builds on this module
 
         return all_origins(self, **options)
+
+    def amplification(self, **options: Any) -> list[LayerGain]:
+        """How much each layer grows or shrinks the difference that reaches it; see `divergence.amplification`."""
+        from detlab.divergence.amplification import amplification  # it builds on this module
+
+        return amplification(self, **options)
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
         """Plain values, for machines. ``most`` limits the list of origins; carriers are counted only."""

@@ -14,6 +14,7 @@ from detlab.viz.figures import BLUE, LETTERS, SCALE
 from detlab.viz.words import escape, number, plotly_text, plural
 
 if TYPE_CHECKING:
+    from detlab.divergence.amplification import LayerGain
     from detlab.divergence.explain_result import Explanation
     from detlab.investigate import Investigation
 
@@ -65,11 +66,14 @@ def _table(explanation: Explanation) -> str:
 
 
 
-def noise_budget(ops: Sequence[IsolatedOp], title: str = "What each layer adds by itself") -> go.Figure:
+def noise_budget(ops: Sequence[IsolatedOp], gains: Sequence[LayerGain] = (),
+                 title: str = "What each layer adds by itself") -> go.Figure:  # fmt: skip
     """Draws how much difference each layer makes of its own, beside what reaches it and leaves it.
 
     Args:
         ops: what `Comparison.all_origins` returned: every op that makes a difference of its own from a's inputs.
+        gains: what `Comparison.amplification` returned: adds, on an axis of its own, how often larger a difference leaves
+            each layer than it came in.
         title: of the figure.
 
     Returns:
@@ -97,6 +101,15 @@ def noise_budget(ops: Sequence[IsolatedOp], title: str = "What each layer adds b
         x=labels, y=[size or None for size in totals], name="in the free run, inherited included", mode="lines+markers",
         line={"color": SCALE[2][1]}, hovertemplate="%{x}<br>in the free run: %{y:.3g}<extra></extra>",
     )  # fmt: skip
+    grown = {str(one.layer): one.factor for one in gains if one.factor is not None}
+    if grown:
+        figure.add_scatter(
+            x=[plotly_text(name) for name in grown], y=list(grown.values()), name="growth of what comes in (right)", yaxis="y2",
+            mode="lines+markers", line={"color": LETTERS, "dash": "dot"},
+            hovertemplate="%{x}<br>leaves it %{y:.3g} times as large as it came in<extra></extra>",
+        )  # fmt: skip
+        axis = {"overlaying": "y", "side": "right", "title": {"text": "outgoing / incoming"}, "rangemode": "tozero"}
+        figure.update_layout(yaxis2=axis)
     if not ops:
         where = {"xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
         figure.add_annotation(text="no op makes a difference of its own", showarrow=False, **where)
@@ -107,6 +120,6 @@ def noise_budget(ops: Sequence[IsolatedOp], title: str = "What each layer adds b
         margin={"t": 110},
     )  # fmt: skip
     lines = {"exponentformat": "power", "gridcolor": "rgba(128,128,128,0.25)"}
-    figure.update_yaxes(type="log", title_text="largest absolute difference", **lines)
+    figure.update_layout(yaxis={"type": "log", "title": {"text": "largest absolute difference"}, **lines})
     figure.update_xaxes(type="category", title_text="layer")
     return figure
