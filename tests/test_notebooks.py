@@ -48,6 +48,16 @@ WRONG_ANSWERS = {
         'lambda a, b, judge: "a" if (a - judge.bfloat16()).abs().max() < (b - judge.bfloat16()).abs().max() else "b"',
     ],
     "08-deterministic-engine": ["1000", '"tier=invariant,batch_size=2,padding_side=left"', '["anna", "anna"]'],
+    "09-folk-remedies": [
+        '{"seeds"}',
+        'lambda before, after: "restores" if after == 0 else "no effect"',
+        "lambda seed: (torch.manual_seed(seed), torch.rand(3))[1]",
+    ],
+    "10-your-own-model": [
+        '"model.layers.0.mlp"',
+        '("batch_size=1", "batch_size=4,mates=random")',
+        '("model.layers.0.mlp", "add")',
+    ],
 }
 
 # And answers that are right, by another way than the folded solution.
@@ -92,6 +102,18 @@ OTHER_ANSWERS = {
         '"tier=invariant,batch_size=2,padding_side=right,padding=3,cache=none"',
         '["1", "2"]',
     ],
+    "09-folk-remedies": [
+        '["greedy", "seeds"]',
+        """lambda b, a: ["nothing shown", "restores", "no effect", "reduces", "makes it worse"][
+            4 if a > b else 0 if not b else 1 if not a else 2 if a == b else 3
+        ]""",
+        "lambda seed: torch.randn(3, generator=torch.Generator().manual_seed(seed + 100))",
+    ],
+    "10-your-own-model": [
+        "next(name for name, part in patient(1).named_modules() if part._forward_hooks)",
+        '("batch_size=3,mates=random,seed=1", "batch_size=3,mates=random,seed=2")',
+        '["model.layers.0.mlp", "mean"]',
+    ],
 }
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -110,8 +132,8 @@ def verdicts(notebook: Any) -> list[Any]:
 
 
 def printed(cell: Any) -> str:
-    """All that a cell printed; a slow machine delivers it in pieces."""
-    return "".join(output.text for output in cell.outputs)
+    """All that a cell printed; a slow machine delivers it in pieces, and libraries warn beside it."""
+    return "".join(output.text for output in cell.outputs if output.name == "stdout")
 
 
 def test_there_are_notebooks() -> None:

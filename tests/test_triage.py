@@ -65,6 +65,14 @@ def test_padding_is_rounding(model):
     assert found.verdict == ("identical" if comparison.first is None else "rounding")
 
 
+def test_two_formats_under_a_tier_are_measured(model):
+    """The noise is measured around a run under a tier, too, which takes no other attention."""
+    conditions = (Condition(tier="invariant"), Condition(tier="invariant", dtype="bfloat16"))
+    runs = [detlab.run(model, [PROMPT], condition, new_tokens=1) for condition in conditions]
+    found = detlab.triage(detlab.compare(*runs, controls=False, measure=False))
+    assert found.noise is None or found.noise.largest == 0
+
+
 def test_equal_runs_get_no_verdict_but_identical(model):
     _, _, comparison = compared(model, PROMPT, Condition(), Condition())
     found = detlab.triage(comparison)

@@ -98,6 +98,8 @@ def measure_noise(run: Run, *, avoid: Sequence[Run] = (), prompts: Sequence[int]
 
 def _named(condition: Condition, own: str | None) -> Condition:
     """The condition with the attention that the model has by itself written out, so that equal ones are seen to be equal."""
+    if condition.tier != "stock":  # a tier has an attention of its own, and takes no other
+        return condition
     return replace(condition, attention=condition.attention or own)
 
 
