@@ -336,7 +336,7 @@ def timed_calls(model: nn.Module, is_under_tier: bool = False) -> Iterator[list[
     found: list[tuple[float, float]] = []
     open_calls: list[Any] = []
     closed: list[tuple[Any, Any]] = []
-    is_cuda = next(model.parameters()).device.type == "cuda"
+    is_cuda = any(parameter.is_cuda for parameter in model.parameters())
 
     def now() -> Any:
         if not is_cuda:

@@ -4,10 +4,12 @@ import importlib
 import json
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +125,21 @@ def test_loads_run_while_asked_for_and_end():
     assert all(p.poll() is not None for p in processes)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_loads_end_with_a_process_that_is_killed():
+    code = ("import time; from detlab.clocks.loads import Timing; t = Timing(['load', 'one-core'], None, 0).__enter__()\n"
+            "print(*[p.pid for p in (*t._all, *t._one)], flush=True); time.sleep(300)")  # fmt: skip
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    with parent, parent.stdout as said:
+        loads = [Path(f"/proc/{number}/stat") for number in said.readline().split()]
+        parent.kill()
+    end = time.monotonic() + 30
+    while (alive := [p for p in loads if p.exists() and p.read_text().rpartition(")")[2].split()[0] != "Z"]):
+        assert time.monotonic() < end, f"{alive} outlive their parent"
+        time.sleep(0.05)
+    assert len(loads) >= 1 + HAS_AFFINITY
+
+
 def at_rest(processes):
     end = time.monotonic() + 30  # a signal takes effect when its process is next looked at
     while any(state(p) != "T" for p in processes) and time.monotonic() < end:
@@ -131,8 +148,7 @@ def at_rest(processes):
 
 
 def state(process):
-    with open(f"/proc/{process.pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.skipif(not HAS_AFFINITY, reason="this system does not let a process choose its cores")

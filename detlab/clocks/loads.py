@@ -29,10 +29,17 @@ TIMINGS = {
 }
 LONGEST_PAUSE = 0.02  # seconds
 
-# Hashes without end, and ends itself when its parent is gone.
+# Hashes without end, and ends with its parent: Linux kills it then (1 is PR_SET_PDEATHSIG), also while it is made to wait.
 _BUSY = """
-import hashlib, os
+import hashlib, os, sys
+try:
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 9)
+except Exception:
+    pass
 parent, data = os.getppid(), bytes(1 << 20)
+sys.stdout.write("!")
+sys.stdout.flush()
 while os.getppid() == parent:
     hashlib.sha256(data)
 """
@@ -122,7 +129,10 @@ def _usable_cores() -> int:
 
 
 def _busy(cores: set[int] | None = None) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", _BUSY])
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", _BUSY], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout as said:
+        said.read(1)  # it has started
     process.send_signal(signal.SIGSTOP)
     if cores:
         os.sched_setaffinity(process.pid, cores)
