@@ -23,7 +23,7 @@ from detlab.remedies import REMEDIES, Remedy
 NAME = "remedy_table"
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "assistant.jsonl"
 PAIRS = {"batch": ("", "batch_size=6,padding_side=left"), "prefill": ("", "cache=none")}
-NEW_TOKENS = {"batch": 2, "prefill": 2}
+NUM_PROMPTS, NEW_TOKENS = {"batch": 6, "prefill": 2}, 2
 TRIALS = 1
 
 
@@ -37,12 +37,12 @@ def main(names: list[str]) -> None:
     """Measures, prints and saves; a pair that is not asked for keeps what was measured of it before."""
     torch.set_num_threads(1)
     model, _ = detlab.load_model("smollm2-135m", dtype="bfloat16")
-    prompts = detlab.load_prompts(PROMPTS)[:6]
+    prompts = detlab.load_prompts(PROMPTS)
     path = RESULTS / f"{NAME}.json"
     for name in names or list(PAIRS):
         a, b = PAIRS[name]
         made = detlab.try_remedies(
-            model, prompts, a, b, remedies(), NEW_TOKENS[name], TRIALS,
+            model, prompts[: NUM_PROMPTS[name]], a, b, remedies(), NEW_TOKENS, TRIALS,
             progress=lambda done, total, what: print(f"{done} of {total}: {what}", file=sys.stderr, flush=True),
         )  # fmt: skip
         print(made, flush=True)
@@ -51,7 +51,7 @@ def main(names: list[str]) -> None:
         # Read now: the other pair may have been measured meanwhile, by another process.
         pairs: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["pairs"] if path.exists() else {}
         pairs[name] = record
-        save(NAME, {"model": "smollm2-135m, bfloat16, 1 thread", "prompts": len(prompts), "pairs": pairs})
+        save(NAME, {"model": "smollm2-135m, bfloat16, 1 thread", "prompts": NUM_PROMPTS, "pairs": pairs})
 
 
 if __name__ == "__main__":
