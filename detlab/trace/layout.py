@@ -168,6 +168,9 @@ def take(dim: Dim, where: slice | Sequence[int]) -> Dim | None:
     if len(wide) > 1:
         if isinstance(where, slice) and where.indices(dim_size(dim)) == (0, dim_size(dim), 1):
             return dim
+        if not any(dim[i].is_row for i in wide):  # heads and their features, cut anywhere
+            size = len(range(dim_size(dim))[where]) if isinstance(where, slice) else len(where)
+            return tuple(atom for atom in dim if atom.is_row) + feature(size)
         pairs = _pairs(dim)
         return rows_dim(tuple(_take(tuple(pairs), where))) if pairs is not None and len(pairs) == dim_size(dim) else None
     at = wide[0]
