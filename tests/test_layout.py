@@ -173,8 +173,9 @@ def test_reshape_keeps_odd_slots():
         (batch(2) + token(0, 4), [0], batch(1) + token(0, 1)),
         (batch(2) + feature(4), slice(0, 4), None),
         (feature(9) + feature(64), slice(288, 576), feature(288)),
-        (token(5, 6) + feature(9) + feature(64), slice(0, 288), None),
-        (token(5) + feature(9) + feature(64), [7], token(5)),
+        (token(5, 6) + feature(9) + feature(64), slice(0, 288), token(5, 6) + feature(288)),
+        (token(5, 7) + feature(9) + feature(64), slice(0, 288), None),
+        (token(5, 6) + feature(9) + feature(64), [7], token(5, 6)),
     ],
 )
 def test_take(dim, where, after):
