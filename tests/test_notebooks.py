@@ -41,6 +41,11 @@ WRONG_ANSWERS = {
         "lambda num, workers: [num * k // workers for k in range(1, workers)]",
         '"tier=invariant,threads=2,batch_size=3,aten_isa=default,mkl_isa=COMPATIBLE"',
     ],
+    "05-boost-clocks": [
+        '{"b", "d", "e"}',
+        "lambda parts: sum(parts.values())",
+        "lambda seconds, differs: 0.02",
+    ],
     "06-sampling-and-seeds": ["1.0", "lambda seed, request, position: 0.5", "lambda logits, u: logits.argmax(-1)"],
     "07-mixed-precision": [
         "0.125",
@@ -86,6 +91,15 @@ OTHER_ANSWERS = {
         '"mkl_isa"',
         "lambda num, workers: [num // 9 * k for k in range(1, 9)]",
         '"tier=exact,threads=4,batch_size=2,mkl_isa=SSE4_2,onednn_isa=SSE41"',
+    ],
+    "05-boost-clocks": [
+        '"db"',
+        "lambda parts: math.fsum(parts.values())",
+        """lambda seconds, differs: sum(
+            abs(sum(s * (m - sum(differs) / 30) for s, m in zip(seconds, random.sample(differs, 30))))
+            >= abs(sum(s * (m - sum(differs) / 30) for s, m in zip(seconds, differs)))
+            for _ in range(2000)
+        ) / 2000""",
     ],
     "06-sampling-and-seeds": [
         "0.05",
