@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from detlab.engine.exact.functions import softmax
-from detlab.engine.exact.linear import ExactLinear, prepare, rounded
+from detlab.engine.exact.linear import ExactLinear, Prepared, prepare, rounded
 from detlab.engine.exact.shown import shown
 from detlab.errors import UsageError
 
@@ -38,8 +38,9 @@ def combined(results: Tensor, weights: Tensor) -> Tensor:
 class ExactExperts:
     """The forward of a module of stacked experts, [experts, out, in]."""
 
-    def __init__(self, module: Any, activation: Callable[[Tensor], Tensor], what: str, kernel: str) -> None:
-        """Prepares the experts' weights.
+    def __init__(self, module: Any, activation: Callable[[Tensor], Tensor], what: str, kernel: str,
+                 ready: Mapping[str, Prepared]) -> None:  # fmt: skip
+        """Prepares the experts' weights, but for those that are ready, by name and number.
 
         Raises:
             UsageError: the experts are stored or computed in a way that is not covered.
@@ -51,8 +52,15 @@ class ExactExperts:
                 "tier; Mixtral's and Qwen's are."
             )
         self.activation = activation
-        self.up = [ExactLinear([prepare(w, f"{what}.gate_up_proj")], [None], kernel) for w in module.gate_up_proj.detach()]
-        self.down = [ExactLinear([prepare(w, f"{what}.down_proj")], [None], kernel) for w in module.down_proj.detach()]
+
+        def layers(kind: str) -> list[ExactLinear]:
+            made = []
+            for number, weight in enumerate(getattr(module, kind).detach()):
+                name = f"{what}.{kind}.{number}"
+                made.append(ExactLinear([ready.get(name) or prepare(weight, name)], [None], kernel))
+            return made
+
+        self.up, self.down = layers("gate_up_proj"), layers("down_proj")
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As the module's forward: [tokens, hidden] and each token's experts and weights, [tokens, chosen]."""
@@ -124,11 +132,11 @@ class _Replaced(TorchFunctionMode):
 class ExactRouter:
     """The forward of a router, its own but for what it adds up, and for how it chooses between equals."""
 
-    def __init__(self, module: Any, what: str, kernel: str) -> None:
-        """Prepares the router's weight."""
+    def __init__(self, module: Any, what: str, kernel: str, ready: Mapping[str, Prepared]) -> None:
+        """Prepares the router's weight, unless it is ready."""
         self.module, self.what, self.original = module, what, module.forward
         self.weight = module.weight
-        self.layer = ExactLinear([prepare(module.weight, what)], [None], kernel)
+        self.layer = ExactLinear([ready.get(what) or prepare(module.weight, what)], [None], kernel)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward."""

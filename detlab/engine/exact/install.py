@@ -38,7 +38,7 @@ def prepared_weights(prepared: Mapping[str, Prepared]) -> Iterator[None]:
     """In this block a model is put under the tier with weights prepared before; layers not named are prepared as usual.
 
     Args:
-        prepared: by module name; `store.load_prepared` checks that they are the model's.
+        prepared: by name, as `store.prepare_model` names them; `store.load_prepared` checks that they are the model's.
     """
     _ready.update(prepared)
     try:
@@ -79,7 +79,7 @@ def _recipe(session: Session, name: str, module: Any, kernel: str,
     if is_experts(module):
         return "experts", lambda: _experts(session, name, module, kernel)
     if is_router(module):
-        return "router", lambda: ExactRouter(module, name, kernel)
+        return "router", lambda: ExactRouter(module, name, kernel, _ready)
     if is_norm(module):
         return "norm", lambda: norm_of(module, name)
     if is_activation(module):
@@ -97,7 +97,7 @@ def _rotary(session: Session, name: str, module: Any) -> ExactRotary:
 
 def _experts(session: Session, name: str, module: Any, kernel: str) -> ExactExperts:
     activation = activation_of(getattr(module, "act_fn", nn.SiLU()), f"{name}.act_fn")
-    part = ExactExperts(module, activation, name, kernel)
+    part = ExactExperts(module, activation, name, kernel, _ready)
     release(session, [module.gate_up_proj, module.down_proj])
     return part
 

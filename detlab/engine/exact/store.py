@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from detlab import bits
 from detlab.engine.exact.digits import DIGITS
 from detlab.engine.exact.linear import SPEC, Prepared, prepare
+from detlab.engine.experts import is_experts, is_router
 from detlab.engine.linear import weight_of
 from detlab.errors import MachineError, UsageError
 
@@ -35,16 +37,32 @@ def digest_of(weight: Tensor) -> str:
     return f"{bits.digest(weight.detach()) & (1 << 64) - 1:016x}"
 
 
-def prepare_model(model: nn.Module) -> dict[str, Prepared]:
-    """Prepares all linear layers of a model, by module name; layers that share a weight share what is prepared."""
-    made: dict[int, Prepared] = {}
-    found = {}
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What the tier cuts into digits, [N, K], by name: a layer's, a router's, an expert's by parameter and number."""
     for name, module in model.named_modules():
+        owner: Any = module
         if isinstance(module, (nn.Linear, Conv1D)):
-            key = id(module.weight)
-            if key not in made:
-                made[key] = prepare(weight_of(module), name)
-            found[name] = made[key]
+            yield name, weight_of(module)
+        elif is_router(module):
+            yield name, owner.weight
+        elif is_experts(module):
+            for kind in ("gate_up_proj", "down_proj"):
+                yield from ((f"{name}.{kind}.{number}", weight) for number, weight in enumerate(getattr(owner, kind).detach()))
+
+
+def prepare_model(model: nn.Module) -> dict[str, Prepared]:
+    """Prepares all weights of a model, by name; layers that share a weight share what is prepared.
+
+    Names are those of linear layers and routers; of stacked experts the parameter's and the expert's number:
+    "model.layers.0.mlp.experts.down_proj.3".
+    """
+    made: dict[tuple[int, torch.Size], Prepared] = {}
+    found = {}
+    for name, weight in _weights(model):
+        key = weight.data_ptr(), weight.shape
+        if key not in made:
+            made[key] = prepare(weight, name)
+        found[name] = made[key]
     return found
 
 
@@ -53,7 +71,7 @@ def save_prepared(folder: str | Path, prepared: Mapping[str, Prepared], model: n
 
     Args:
         folder: made where it does not exist.
-        prepared: by module name, as `prepare_model` gives them.
+        prepared: by name, as `prepare_model` gives them.
         model: the model they were made of.
 
     Returns:
@@ -64,11 +82,12 @@ def save_prepared(folder: str | Path, prepared: Mapping[str, Prepared], model: n
     tensors: dict[str, Tensor] = {}
     layers: dict[str, dict[str, str]] = {}
     known: dict[int, str] = {}
+    weights = dict(_weights(model))
     for name, weight in prepared.items():
         first = known.setdefault(weight.digits.data_ptr(), name)
         if first == name:
             tensors[f"{name}/digits"], tensors[f"{name}/exponents"] = weight.digits.contiguous(), weight.exponents.contiguous()
-        layers[name] = {"at": first, "weight": digest_of(weight_of(model.get_submodule(name)))}
+        layers[name] = {"at": first, "weight": digest_of(weights[name])}
     waiting = path / f".{_TENSORS}.{os.getpid()}"
     try:
         save_file(tensors, waiting)
@@ -84,7 +103,7 @@ def save_prepared(folder: str | Path, prepared: Mapping[str, Prepared], model: n
 
 
 def load_prepared(folder: str | Path, model: nn.Module | None = None) -> dict[str, Prepared]:
-    """Reads prepared weights, by module name.
+    """Reads prepared weights, by name.
 
     Args:
         folder: as `save_prepared` left it.
@@ -110,8 +129,10 @@ def load_prepared(folder: str | Path, model: nn.Module | None = None) -> dict[st
         prepared = {name: made[layer["at"]] for name, layer in about["layers"].items()}
     except (OSError, SafetensorError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is damaged ({error}). Prepare the weights again.") from error
+    weights = {} if model is None else dict(_weights(model))
     for name, layer in about["layers"].items() if model is not None else ():
-        _check(model, name, layer["weight"])
+        if name not in weights or digest_of(weights[name]) != layer["weight"]:
+            raise UsageError(f"the prepared weights are of another model: {name} is not the layer that was prepared.")
     return prepared
 
 
@@ -121,13 +142,6 @@ def _read(tensors: Mapping[str, Tensor], name: str) -> Prepared:
     if not whole or exponents.shape != digits.shape[1:2] or int(digits.abs().max()) > 64 or int(digits.min()) < -64:
         raise KeyError(f"{name} is no weight in digits")
     return Prepared(digits, exponents)
-
-
-def _check(model: nn.Module | None, name: str, expected: str) -> None:
-    modules = dict(model.named_modules()) if model is not None else {}
-    module = modules.get(name)
-    if not isinstance(module, (nn.Linear, Conv1D)) or digest_of(weight_of(module)) != expected:
-        raise UsageError(f"the prepared weights are of another model: {name} is not the layer that was prepared.")
 
 
 def _sha256(path: Path) -> str:

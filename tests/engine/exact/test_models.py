@@ -10,7 +10,7 @@ from torch import nn
 
 import detlab
 from detlab.engine import session
-from detlab.engine.exact import attention, store
+from detlab.engine.exact import attention, experts, install, store
 from detlab.engine.exact.functions import activation_of
 from detlab.engine.exact.install import prepared_weights
 from detlab.engine.exact.linear import ExactLinear, prepare
@@ -207,6 +207,14 @@ def test_unsupported_modules():
             pass
 
 
+def test_float16():
+    """Half precision has no stock int8 or packed path of its own; here it is rounded to at the end, like bfloat16."""
+    model = detlab.load_model("tiny-gemma3", dtype="float16")[0]
+    with detlab.deterministic(model, tier="exact"):
+        assert logits_of(model, TEXT, Way()).dtype == torch.float16
+        assert parted(model, WAYS[::3]) == []
+
+
 def test_a_weight_changed_in_place_is_prepared_anew():
     model = detlab.load_model("tiny-llama", dtype="float32")[0]
     with session.applied(model, "exact", Options(release=False)):
@@ -245,3 +253,22 @@ def test_prepared_weights_on_disk(tiny, tmp_path):
     (tmp_path / "prepared.json").write_text(json.dumps(about | {"format": 2}))
     with pytest.raises(UsageError, match="has format 2, spec 'tri4'; this version reads format 1"):
         store.load_prepared(tmp_path)
+
+
+def test_prepared_experts_on_disk(tmp_path, monkeypatch):
+    model = detlab.load_model("tiny-mixtral", dtype="float32")[0]
+    prepared = store.prepare_model(model)
+    names = {"model.layers.1.mlp.experts.down_proj.7", "model.layers.0.mlp.gate", "lm_head"}
+    assert names <= prepared.keys()
+    loaded = store.load_prepared(store.save_prepared(tmp_path, prepared, model), model)
+    with session.applied(model, "exact"):
+        expected = logits_of(model, TEXT[:9], Way())
+    for module in (install, experts):  # nothing is left to prepare
+        monkeypatch.setattr(module, "prepare", None)
+    with prepared_weights(loaded), session.applied(model, "exact"):
+        assert bitwise_equal(logits_of(model, TEXT[:9], Way()), expected)
+    monkeypatch.undo()
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[7, 0, 0] += 1
+    with pytest.raises(UsageError, match="of another model: model.layers.1.mlp.experts.down_proj.7 is not the layer"):
+        store.load_prepared(tmp_path, model)
