@@ -6,7 +6,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv lab demo check test evidence lock clean
+.PHONY: help venv lab demo check test evidence workshop lock clean
 
 TORCH_VERSION := 2.13.0
 PYTHON ?=
@@ -86,6 +86,9 @@ evidence: $(STAMP) ## run every benchmark and print the README's tables
 		echo "== $$script"; $(VENV_PYTHON) "$$script" || failed="$$failed $$script"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "make evidence: failed:$$failed" >&2; exit 1; fi
+
+workshop: $(STAMP) ## student notebooks and solutions, in build/workshop
+	$(VENV_PYTHON) tools/make_workshop.py
 
 lock: $(STAMP) ## resolve requirements.lock anew; pins that still fit are kept
 	$(VENV_PYTHON) tools/refresh_lock.py $(LOCK_ARGS)

@@ -3,7 +3,7 @@
 The notebooks themselves are run by nbval (`make test`); what is tested here is that such a run means something.
 """
 
-import html
+import ast
 import importlib.util
 import json
 import os
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import nbformat
@@ -133,6 +134,16 @@ OTHER_ANSWERS = {
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
+def tool(name: str) -> ModuleType:
+    """A script of tools/, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
 def load(path: Path) -> Any:
     return nbformat.read(path, as_version=4)
 
@@ -217,8 +228,6 @@ def test_it_opens_and_closes_as_the_house_does(path: Path) -> None:
 @each_notebook
 def test_displays_are_explicit(path: Path) -> None:
     """A bare value at a cell's end would be an output that strict runs compare; a trailing `;` fails under nbval."""
-    import ast
-
     for cell in code_cells(load(path)):
         assert not cell.source.rstrip().endswith(";"), cell.source
         last = ast.parse(cell.source).body[-1]
@@ -282,17 +291,13 @@ def test_the_same_notebook_passes_as_it_is_stored(tmp_path: Path) -> None:
 @each_notebook
 def test_the_exercises_tell_right_from_wrong(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts each folded solution, another right answer, and a wrong one in its stub's place and runs the notebook."""
-    notebook = load(path)
-    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    folded = re.findall(r"<summary>Solution</summary><(code|pre)>(.*?)</\1>", text, re.DOTALL)
-    solutions = [html.unescape(solution) for _, solution in folded]
-    stubs = [cell for cell in code_cells(notebook) if re.match(r"\w+ = \.\.\.\n", cell.source)]
+    notebook, workshop = load(path), tool("make_workshop")
+    solutions, stubs = workshop.solutions_of(notebook), workshop.stubs_of(notebook)
     wrong, other = WRONG_ANSWERS[path.stem], OTHER_ANSWERS[path.stem]
     assert len(stubs) == len(solutions) == len(wrong) == len(other) >= 2
     right, planted = [], []
     for cell, solution, near, also in zip(stubs, solutions, wrong, other, strict=True):
         name, rest = cell.source.split(" = ...\n", 1)
-        assert re.search(rf"^{name} = ", solution, re.MULTILINE), solution
         cell.source = f"{solution}\n{rest}"
         for answer, found in ((also, right), (near, planted)):
             found.append(nbformat.v4.new_code_cell(f"{name} = {answer}\n{rest}"))
@@ -309,11 +314,6 @@ def test_the_exercises_tell_right_from_wrong(path: Path, tmp_path: Path, monkeyp
 
 
 def test_refreshing_strips_everything_but_verdicts_and_counts() -> None:
-    spec = importlib.util.spec_from_file_location("refresh_notebooks", ROOT / "tools/refresh_notebooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     v4 = nbformat.v4
     out = v4.new_output("stream", name="stdout", text="yes: True\n")
     cells = [
@@ -323,9 +323,55 @@ def test_refreshing_strips_everything_but_verdicts_and_counts() -> None:
     notebook = v4.new_notebook(
         cells=cells, metadata={"widgets": {"state": {}}, "language_info": {"name": "python", "version": "3.11.1"}}
     )
-    stripped = tool.stripped(notebook)
+    stripped = tool("refresh_notebooks").stripped(notebook)
     assert [len(cell.outputs) for cell in stripped.cells] == [0, 1]
     assert [cell.execution_count for cell in stripped.cells] == [1, 2]
     assert "now" not in json.dumps(stripped)
     assert "widgets" not in stripped.metadata
     assert "3.11.1" not in json.dumps(stripped.metadata)
+
+
+def sources(notebook: Any) -> str:
+    return "\n".join(cell.source for cell in notebook.cells)
+
+
+def test_the_workshop_has_a_set_without_solutions_and_one_with_them(tmp_path: Path) -> None:
+    """Both sets come from the notebooks themselves; what else the two folders need is there, too."""
+    archives = tool("make_workshop").build(tmp_path)
+    assert [archive.name for archive in archives] == ["student.zip", "solutions.zip"]
+    assert all(archive.stat().st_size > 10_000 for archive in archives)
+    for path in NOTEBOOKS:
+        original = load(path)
+        student, solved = (load(tmp_path / name / "notebooks" / path.name) for name in ("student", "solutions"))
+        workshop = tool("make_workshop")
+        assert [cell.cell_type for cell in student.cells] == [cell.cell_type for cell in original.cells]
+        assert len(workshop.stubs_of(student)) == len(workshop.stubs_of(original)) >= 2
+        assert sources(student).count("<summary>Hint</summary>") == len(workshop.stubs_of(original))
+        assert workshop.stubs_of(solved) == []
+        assert not any(cell.outputs or cell.execution_count for cell in (*code_cells(student), *code_cells(solved)))
+        for code in workshop.solutions_of(original):
+            assert code in sources(solved)
+            assert code not in sources(student)
+        assert "Solution" not in sources(student)
+        for cell in code_cells(solved):
+            ast.parse(cell.source)
+    for name in ("student", "solutions"):
+        assert (tmp_path / name / "data/prompts/arithmetic.jsonl").is_file()
+
+
+@pytest.mark.parametrize(
+    ("folded", "complaint"),
+    [
+        ("No solution here.", r"1 exercises \(answer\) have 0 solutions"),
+        (
+            "<details><summary>Solution</summary><code>reply = 3</code></details>",
+            "the solution of the exercise 'answer' does not",
+        ),
+    ],
+)
+def test_an_exercise_in_another_form_is_refused(folded: str, complaint: str) -> None:
+    """Its solution would stay in the students' set."""
+    v4 = nbformat.v4
+    cells = [v4.new_code_cell("answer = ...\n\ncheck(answer)"), v4.new_markdown_cell(folded)]
+    with pytest.raises(ValueError, match=complaint):
+        tool("make_workshop").student(v4.new_notebook(cells=cells))

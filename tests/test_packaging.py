@@ -188,7 +188,7 @@ def makefile_targets() -> set[str]:
 
 
 def test_the_makefile_has_its_targets() -> None:
-    assert makefile_targets() == {"help", "venv", "lab", "demo", "check", "test", "evidence", "lock", "clean"}
+    assert makefile_targets() == {"help", "venv", "lab", "demo", "check", "test", "evidence", "workshop", "lock", "clean"}
 
 
 def test_make_alone_lists_every_target() -> None:
