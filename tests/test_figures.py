@@ -10,8 +10,9 @@ from detlab.errors import UsageError
 from detlab.viz import heatmap, overview
 from detlab.viz.arrange import arrange
 from detlab.viz.figures import BLUE, GREY, MAX_MARKS
+from detlab.viz.view import View
 from detlab.viz.words import Cells, cell_rows, distinct, plotly_text, short_module
-from tests.viz_cases import PLANTED, PROMPTS, diverged, identical, large_grid, made, other_path
+from tests.viz_cases import PLANTED, PROMPTS, diverged, identical, large_comparison, large_grid, made, other_path
 
 DIAMOND = "origin: inputs matched, output differs"
 
@@ -141,6 +142,31 @@ def test_a_real_models_size_fits_and_says_what_was_drawn_together() -> None:
     assert "each cell shows its worst" in figure.layout.title.text
     (marks,) = traces(figure, "scatter", DIAMOND)
     assert len(set(marks.y)) == 30
+
+
+def test_a_panel_sends_little_of_a_large_comparison_and_leads_to_every_cell_of_it() -> None:
+    grid = large_grid()
+    comparison = large_comparison(grid)
+    view = View()
+    view.show(comparison)
+    (widget,) = view.place.children
+
+    def sent() -> int:
+        """What goes to the page: the traces as a message, and once more as the widget's state; and the lists."""
+        state = widget.get_state(("_widget_data", "_widget_layout"))
+        return 2 * len(json.dumps(state)) + len(json.dumps([c.options for c in (view.op, view.position, view.layer)]))
+
+    assert 100_000 < sent() < 5_000_000
+    assert len(view.op.options) == len(grid.ops) == 1200
+    assert len(view.layer.options) == 31
+    for row, position in ((0, 0), (613, 500), (1199, 999)):
+        view.op.value, view.position.value = row, position
+        assert view.chosen.state == max(1, grid.state[row, position])
+        assert view.chosen.module == grid.modules[row]
+    view.layer.value = "12"
+    assert len(view.op.options) == 40
+    assert sent() < 5_000_000
+    assert list(widget.layout.yaxis.categoryarray)[0].startswith("12/")
 
 
 @pytest.mark.parametrize("most", [1500, 400, 260, 70, 31, 1])

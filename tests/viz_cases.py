@@ -8,8 +8,10 @@ import numpy as np
 import torch
 
 from detlab.divergence.result import Comparison, Grid
+from detlab.divergence.rows import Block, OpComparisons, TraceComparison
 from detlab.investigate import Investigation, investigate
 from detlab.models import load_model
+from detlab.trace.records import Call, OpRecord, Trace, row_keys
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8]]
 PLANTED = ("model.embed_tokens", "mul")  # the op that is an origin whatever the processor does
@@ -83,3 +85,20 @@ def large_grid(num_layers: int = 30, ops_per_layer: int = 40, num_tokens: int = 
     size = np.where(state > 1, 10.0 ** draw.uniform(-8, 2, state.shape), np.where(state == 1, 0.0, np.nan))
     size[draw.random(size.shape) < 0.1] = np.nan
     return Grid(0, modules, ops, list(range(num_tokens)), state, size)
+
+
+def large_comparison(grid: Grid | None = None) -> Comparison:
+    """The same as a comparison with everything that a panel looks up: traces' names, rows and sizes of every op."""
+    grid = large_grid() if grid is None else grid
+    keys = row_keys(np.zeros(len(grid.positions), np.int64), np.asarray(grid.positions))
+    numbers = np.arange(len(grid.ops))
+    call = Call(0, 0, np.zeros(1, np.int64), keys[None], range(len(keys)), np.zeros((1, len(keys)), np.int64))
+    trace = Trace(calls=[call], ops=[OpRecord(i, 0, grid.modules[i], grid.ops[i], 0, (), ()) for i in numbers.tolist()])
+    detail = TraceComparison(ops=OpComparisons([Block(numbers, numbers, keys, np.maximum(grid.state, 1), [])]))
+    ulps = np.where(np.isnan(grid.max_abs), 0, 1).astype(np.int64)
+    return Comparison(
+        verdict="diverged", first=None, origins=[], carriers=[], token_flips=[], rows_compared=grid.state.size, controls={},
+        cosine=None, num_nan=(0, 0), logits_equal=False, teacher_forced=False, notes=[], label_a="default",
+        label_b="batch_size=4", prompt_ids=["made"], detail=detail, trace=trace,
+        sizes={i: (keys, grid.max_abs[i], ulps[i]) for i in numbers.tolist()},
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from detlab.divergence.rows import IDENTICAL, ORIGIN
 from detlab.trace.records import Array
 from detlab.viz.words import distinct, layer_of, op_labels, short_module
 
-MAX_CELLS, MAX_COLUMNS = 120_000, 600
+MAX_CELLS, MAX_COLUMNS = 90_000, 600
 
 
 @dataclass

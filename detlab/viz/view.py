@@ -7,9 +7,11 @@ from copy import deepcopy
 from typing import Any
 
 import ipywidgets
+import numpy as np
 import plotly.graph_objects as go
 
 from detlab.divergence.result import Comparison, Grid
+from detlab.trace.records import Array
 from detlab.viz.arrange import Arrangement, arrange, focus, layer_name
 from detlab.viz.controls import dropdown, html
 from detlab.viz.figures import CONFIG, draw
@@ -168,9 +170,21 @@ class View:
 def replace_figure(widget: Any, figure: go.Figure) -> None:
     """Puts a figure into a FigureWidget in place of what it showed."""
     figure.layout.height = None  # the style sheet's: a relayout that names a height pins the width, too
+    for trace in figure.data:
+        for name in ("z", "customdata") if trace.type == "heatmap" else ():
+            if trace[name] is not None:
+                trace[name] = _shortened(np.asarray(trace[name]))
     with widget.batch_update():
         widget.data = ()
         widget.layout = figure.layout
         widget.add_traces(figure.data)
     # A page that is still loading plotly.js (5 MB) misses these messages; it then draws what the widget's state holds.
     widget._widget_layout, widget._widget_data = deepcopy(widget._layout_obj._props), deepcopy(widget._data)
+
+
+def _shortened(values: Array) -> Array:
+    """Numbers of three digits, as many as are shown: a widget's messages are text, and float32 written out has seventeen."""
+    known = np.isfinite(values)
+    made = values.astype(np.float64)
+    made[known] = [float(f"{value:.3g}") for value in made[known].tolist()]
+    return made
