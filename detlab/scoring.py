@@ -83,7 +83,7 @@ class Scores:
 
     def _head(self) -> str:
         remedy = f" with {self.remedy}" if self.remedy else ""
-        flips = f"{len(self.flips)} decisions flip at {self.threshold:g}"
+        flips = f"decisions that flip at {self.threshold:g}: {len(self.flips)}"
         return (
             f"{len(self.scores)} prompts under {len(self.conditions)} conditions{remedy}: the scores of "
             f"{sum(value > 0 for value in self.spread)} spread, by up to {max(self.spread):.3g}; {flips}"

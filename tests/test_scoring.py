@@ -48,14 +48,16 @@ def test_scores_spread_and_a_remedy_takes_the_spread_away(model, scores):
         assert any(row[1] != row[0] for row in scores.scores)
     fixed = detlab.score(model, PROMPTS, CHOICES, MIXED[:2], remedy="tier-invariant")
     assert fixed.spread == fixed.std == [0.0] * 3 and fixed.flips == [] and fixed.remedy == "tier-invariant"
-    assert "tier=invariant" in fixed.conditions[0] and "the scores of 0 spread, by up to 0; 0 decisions flip" in str(fixed)
+    assert "tier=invariant" in fixed.conditions[0]
+    assert "the scores of 0 spread, by up to 0; decisions that flip at 0.5: 0" in str(fixed)
 
 
 def test_decisions_flip_where_the_threshold_lies_between(model, scores):
     row = scores.scores[0]
     made = detlab.score(model, PROMPTS, CHOICES, MIXED, threshold=(min(row) + max(row)) / 2)
     assert "prompt-0" in made.flips and sorted(set(made.decisions[0])) == [False, True] and made.scores == scores.scores
-    assert f"{len(made.flips)} decisions flip at" in str(made) and made.to_pandas()["decision"].nunique() == 2
+    assert f"decisions that flip at {made.threshold:g}: {len(made.flips)}" in str(made)
+    assert made.to_pandas()["decision"].nunique() == 2
     data = json.loads(json.dumps(made.to_json()))
     assert data["flips"] == made.flips and data["spread"][0] == max(row) - min(row)
     assert "<b>" not in replace(made, prompt_ids=["<b>", *PROMPTS[1:]])._repr_html_()
