@@ -99,7 +99,7 @@ def test_threads(model):
         return
     found = detlab.explain(comparison, processes=False, repetitions=5)
     assert found.reproduced == (True, True) and found.factor("threads").leads_to_b
-    assert found.mechanism.kind == PARTITION and "the threads (1 in a, 2 in b)" in str(found.mechanism)
+    assert found.mechanism.kind == PARTITION and "the number of threads (1 in a, 2 in b)" in str(found.mechanism)
 
 
 def test_another_instruction_set(model):
@@ -129,7 +129,8 @@ def test_rows_of_another_length():
     if not origins:
         return
     found = detlab.explain(origins[0], processes=False, repetitions=3)
-    assert found.reproduced == (True, True) and not any(f.moves for f in found.factors if f.name != "memory address")
+    of_the_op = [f for f in found.factors if f.name not in ("memory address", "dtype of accumulation")]
+    assert found.reproduced == (True, True) and not any(f.moves for f in of_the_op)
     assert found.mechanism.kind == PARTITION and "the shapes of _softmax's inputs differ" in str(found.mechanism)
 
 
@@ -234,3 +235,46 @@ def test_a_repetition_ends_with_the_op_that_was_wanted(model):
     assert met.record is not None
     assert met.record.digests.tolist() == side.trace.tensors[side.trace.ops[wanted].outputs[0]].digests.tolist()
     assert detlab.compare(first, second.replay()).verdict == "identical"
+
+
+def test_rows_that_share_an_expert():
+    """Another number of rows for an expert is what moves a product of sorted rows; held against the bit classes of mm."""
+    experts = detlab.load_model("tiny-mixtral")[0]
+    _, _, comparison = batch_case(experts)
+    first = next((d for d in comparison.origins if d.op == "_grouped_mm"), None)
+    if first is None:
+        assert comparison.first is None or row_class_equal(torch.float32, 576, 576, 1, 4)
+        return
+    found = detlab.explain(first, processes=False)
+    assert found.reproduced == (True, True)
+    rows = found.factor("rows that share the row's expert")
+    assert rows.leads_to_b and (int(rows.theirs), rows.moves) == (4 * int(rows.ours), True)
+    assert "the number of rows that share the row's expert" in str(found.mechanism)
+    assert found.mechanism.kind in (KERNEL, PARTITION) and found.trees_differ
+
+
+def test_both_sides_are_one_sum_in_float64(model):
+    """What differs by rounding alone agrees once everything is accumulated in float64, and is another number then."""
+    _, _, comparison = batch_case(model)
+    if comparison.first is None:
+        return
+    found = detlab.explain(comparison, processes=False)
+    wide = found.factor("dtype of accumulation")
+    assert wide.moves and wide.tried == 3
+    assert ("float64, then rounded", "b's call in float64, then rounded") in wide.classes
+    if found.trees_differ:  # both factors were drawn at random: how products are rounded is known
+        assert {tree.arithmetic.products for tree in found.trees} <= {"rounded", "fused", "blocks"}
+
+
+def test_a_kernel_that_fuses_is_another_than_one_that_rounds():
+    """GPT-2's weights lie the other way in memory: terms follow each other in both kernels; one rounds products, one fuses."""
+    own = detlab.load_model("tiny-gpt2")[0]
+    _, _, comparison = batch_case(own)
+    if comparison.first is None or comparison.first.op != "addmm":
+        return
+    found = detlab.explain(comparison, processes=False)
+    ways = [tree.arithmetic.products for tree in found.trees]
+    if ways[0] != ways[1] and "none" not in ways:
+        assert found.mechanism.kind == KERNEL
+        if "terms" not in found.mechanism.sentence:
+            assert "rounds each product, then adds it" in str(found.mechanism) and "fused multiply-add" in str(found.mechanism)

@@ -111,11 +111,7 @@ def accumulation_tree(
     tree = AccumulationTree.from_nodes(n, nodes)
     if made is None:
         return replace(tree, op=source.words, queries=probe.queries)
-    how, reproduced = _explain(tree, made)
-    control = min((_agreeing(made, how.finish, _total(wrong, made, how)) for wrong in tree.controls()), default=None)
-    return replace(
-        tree, op=source.words, arithmetic=how, reproduced=reproduced, trials=trials, control=control, queries=probe.queries
-    )
+    return replayed(replace(tree, op=source.words, queries=probe.queries), made)
 
 
 def _check_arguments(n: int, dtype: torch.dtype, trials: int, seed: int) -> None:
@@ -388,7 +384,14 @@ class Probe:
 
 
 # ------------------------------------------------------------------------------------------------------------------- replay
-def _explain(tree: AccumulationTree, made: Trials) -> tuple[Arithmetic, int]:
+def replayed(tree: AccumulationTree, made: Trials) -> AccumulationTree:
+    """The tree with what replaying it on trials, and replaying its controls, showed."""
+    how, reproduced = arithmetic_of(tree, made)
+    control = min((_agreeing(made, how.finish, _total(wrong, made, how)) for wrong in tree.controls()), default=None)
+    return replace(tree, arithmetic=how, reproduced=reproduced, trials=len(made.actual), control=control)
+
+
+def arithmetic_of(tree: AccumulationTree, made: Trials) -> tuple[Arithmetic, int]:
     """The first arithmetic that gives the op's bits every time; where none does, the one that does most often."""
     kind = str(made.terms.dtype).removeprefix("torch.")
     accumulators = [kind] if kind == "float64" else list(dict.fromkeys(["float32", "float64", kind]))

@@ -32,7 +32,7 @@ from detlab.divergence.explain_result import (
     Explanation,
     Mechanism,
 )
-from detlab.divergence.explain_trees import step_of, tree_of
+from detlab.divergence.explain_trees import products_of, step_of, tree_of
 from detlab.divergence.kernels import CAPS, VERBOSE, Kernel, in_fresh_process
 from detlab.divergence.replay import Again, Met, Side, comparison_of, int_view, meet, sides_of
 from detlab.divergence.replay_op import Operation, Row, bits_at, row_of
@@ -44,7 +44,17 @@ from detlab.trace.records import REGION, Array, split_keys
 
 INSTRUCTION_SET_FACTOR = "instruction set"
 #: Ops that are one product of matrices: the libraries do all of it.
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn._linear_pointwise")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn._linear_pointwise", "_grouped_mm")
+#: Factors that a sentence calls otherwise than the table does.
+_IN_WORDS = {
+    "threads": "number of threads",
+    "tokens after the row (queries and hidden keys)": "number of tokens after the row",
+    "queries before the row": "number of queries before the row",
+    "queries after the row": "number of queries after the row",
+    "masked keys before those the row sees": "number of masked keys (padding) before those the row sees",
+    "masked keys after those the row sees": "number of masked keys after those the row sees",
+    "rows that share the row's expert": "number of rows that share the row's expert",
+}
 #: Rows of an origin that are looked at.
 MOST_ROWS = 4
 
@@ -339,7 +349,13 @@ def mechanism_of(found: Explanation, ops: Sequence[Operation]) -> Mechanism:
     logged = dict.fromkeys(f"{k.library} {k.name}" for k in found.kernels[0] if k.library != "ATen")
     library = (", ".join(logged) if op in PRODUCTS else "") or op
     if tree_a is not None and tree_b is not None and tree_a != tree_b:
-        steps = step_of(tree_a), step_of(tree_b)
+        steps, products = (step_of(tree_a), step_of(tree_b)), (products_of(tree_a), products_of(tree_b))
+        if steps[0] == steps[1] and products[0] != products[1] and all(products):
+            return Mechanism(
+                KERNEL,
+                f"Another kernel behind the one name {library}: {words} makes it add the same products otherwise (a "
+                f"{products[0]}; b {products[1]}; the accumulation trees differ, too).",
+            )
         if steps[0] != steps[1] and op in PRODUCTS:
             return Mechanism(
                 KERNEL,
@@ -406,7 +422,7 @@ def _cause_words(cause: Factor | None) -> str:
         return "the call's shape"
     values = f" ({cause.ours} in a, {cause.theirs} in b)" if cause.ours not in ("", "as in a") else ""
     proof = ", which alone gives b's bits," if cause.leads_to_b else ""
-    return f"the {cause.name}{values}{proof}"
+    return f"the {_IN_WORDS.get(cause.name, cause.name)}{values}{proof}"
 
 
 def _listed(names: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]]) -> str:

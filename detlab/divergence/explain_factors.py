@@ -114,10 +114,10 @@ def factors_of(subject: Subject, counts: tuple[int, int], repetitions: int = 30)
         inside = replace(subject, a=replace(subject.a, settings=nullcontext))
         for axis in _axes(inside):
             found += [_num_rows(inside, axis), _place(inside, axis), _neighbours(inside, axis)]
-        found += _attention(inside)
+        found += [*_attention(inside), _group(inside)]
     found += [_arguments(subject), _threads(subject, counts)]
     with subject.a.settings():
-        found += [_alignment(inside), _layout(inside), _repetition(inside, repetitions)]
+        found += [_alignment(inside), _layout(inside), _accumulator(inside), _repetition(inside, repetitions)]
     return [factor for factor in found if factor is not None]
 
 
@@ -222,9 +222,10 @@ def _attention(subject: Subject) -> list[Factor | None]:
         found.append(subject.factor("tokens after the row (queries and hidden keys)", variants, ours, theirs))
     for field, words in (
         ("queries_before", "queries before the row"), ("queries_after", "queries after the row"),
-        ("keys_before", "masked keys before those it sees"), ("keys_after", "masked keys after those it sees"),
+        ("keys_before", "masked keys before those the row sees"), ("keys_after", "masked keys after those the row sees"),
     ):  # fmt: skip
-        found.append(subject.factor(words, _of_field(field, with_form), "as in a", "as in b"))
+        own = [(getattr(x.form, field), getattr(y.form, field)) for x, y in calls]
+        found.append(_of_field(subject, field, words, with_form, own))
     joint = [
         ("as in a", with_form(lambda a, b: a)),
         ("as in b", with_form(lambda a, b: b)),
@@ -234,14 +235,73 @@ def _attention(subject: Subject) -> list[Factor | None]:
     return found
 
 
-def _of_field(field: str, with_form: Callable[..., Callable[[], Bits | None]]) -> list[Variant]:
-    """One size of a masked call: a's value, b's, and a few more."""
+def _of_field(subject: Subject, field: str, words: str, with_form: Callable[..., Callable[[], Bits | None]],
+              own: Sequence[tuple[int, int]]) -> Factor | None:  # fmt: skip
+    """One size of a masked call: a's value, b's, and a few more; by number where all rows that are looked at have one."""
 
     def setting(value: int | None) -> Callable[[], Bits | None]:
         return with_form(lambda a, b: replace(a, masked=True, **{field: getattr(b, field) if value is None else value}))
 
+    if len(set(own)) == 1:
+        ours, theirs = own[0]
+        sizes = sorted({0, 1, 3, 8, 11, 16, 32, ours, theirs})
+        return subject.factor(words, [(str(n), setting(n)) for n in sizes], str(ours), str(theirs))
     variants: list[Variant] = [("as in a", with_form(lambda a, b: replace(a, masked=True))), ("as in b", setting(None))]
-    return variants + [(str(n), setting(n)) for n in (0, 1, 3, 8, 11, 16, 32)]
+    variants += [(str(n), setting(n)) for n in (0, 1, 3, 8, 11, 16, 32)]
+    return subject.factor(words, variants, "as in a", "as in b")
+
+
+def _group(subject: Subject) -> Factor | None:
+    """Rows that share a row's matrix, in a product of rows sorted by expert."""
+    if subject.a.name != "_grouped_mm" or subject.b.name != "_grouped_mm":
+        return None
+    groups = [[group_of(op, pair[side]) for pair in subject.rows] for side, op in enumerate((subject.a, subject.b))]
+    if None in groups[0] or None in groups[1]:
+        return None
+    (_, ours, _), (_, theirs, _) = (side[0] for side in groups if side[0] is not None)
+
+    def among(count: int) -> Bits:
+        bits = []
+        for found, (row, _) in zip(groups[0], subject.rows, strict=True):
+            assert found is not None
+            x, w = subject.a.args[0][row.where[0]], subject.a.args[1][found[0] : found[0] + 1]
+            ends = torch.tensor([count], dtype=torch.int32)
+            made = replace(
+                subject.a, args=(x.expand(count, -1).contiguous(), w), kwargs={"offs": ends}, shape=(count, subject.a.shape[1])
+            )  # fmt: skip
+            bits.append(bits_at(made.run(), torch.arange(subject.a.shape[1])))
+        return tuple(bits)
+
+    variants = [(str(n), _late(among, n)) for n in sorted({1, 2, 3, 4, 5, 8, 16, ours, theirs})]
+    return subject.factor("rows that share the row's expert", variants, str(ours), str(theirs))
+
+
+def group_of(op: Operation, row: Row) -> tuple[int, int, int] | None:
+    """(matrix, number of rows that share it, this one's place among them); None where the call has another form."""
+    ends = op.named("offs")
+    if not isinstance(ends, Tensor) or op.args[0].ndim != 2 or op.args[1].ndim != 3 or 0 not in row.where:
+        return None
+    limits = [0, *ends.tolist()]
+    at = next((i for i in range(len(limits) - 1) if limits[i] <= row.where[0] < limits[i + 1]), None)
+    return None if at is None else (at, limits[at + 1] - limits[at], row.where[0] - limits[at])
+
+
+def _accumulator(subject: Subject) -> Factor | None:
+    """The same call with everything in float64, rounded at the end: where the sides agree then, they differ by rounding."""
+    dtypes = {t.dtype for op in (subject.a, subject.b) for _, t in op.tensors() if t.is_floating_point()}
+    if len(dtypes) != 1 or torch.float64 in dtypes:
+        return None
+    (dtype,) = dtypes
+
+    def wide(op: Operation, side: int) -> Bits | None:
+        output = op.in_float64()
+        return None if output is None else tuple(bits_at(output.to(dtype), pair[side].at) for pair in subject.rows)
+
+    variants: list[Variant] = [
+        ("as it is", lambda: subject.bits(subject.a, 0)), ("float64, then rounded", lambda: wide(subject.a, 0)),
+        ("b's call in float64, then rounded", lambda: wide(subject.b, 1)),
+    ]  # fmt: skip
+    return subject.factor("dtype of accumulation", variants)
 
 
 def _arguments(subject: Subject) -> Factor | None:

@@ -134,7 +134,7 @@ def test_c8_threads(model, attention):
         return
     assert found.verdict == "rounding"
     why = detlab.explain(comparison, processes=False, repetitions=3)
-    assert why.factor("threads").leads_to_b and "the threads (1 in a, 2 in b)" in str(why.mechanism)
+    assert why.factor("threads").leads_to_b and "the number of threads (1 in a, 2 in b)" in str(why.mechanism)
     assert why.mechanism.kind == PARTITION
 
 
