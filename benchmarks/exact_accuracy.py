@@ -22,7 +22,8 @@ import detlab
 from detlab.prompts import encode
 
 NAME, MODEL = "exact_accuracy", "smollm2-135m"
-PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "assistant.jsonl"
+PROMPTS = Path(__file__).parents[1] / "data" / "prompts"
+COUNTS = {"assistant": 14, "code": 3, "scoring": 3}
 
 
 def against(found: Tensor, truth: Tensor) -> dict[str, float]:
@@ -40,7 +41,8 @@ def against(found: Tensor, truth: Tensor) -> dict[str, float]:
 def measure(dtype: str) -> dict[str, Any]:
     model, tokenizer = detlab.load_model(MODEL, dtype=dtype)
     judge = copy.deepcopy(model).double()
-    inputs = [tokens[:300] for tokens in encode(detlab.load_prompts(PROMPTS), tokenizer)[:20]]
+    prompts = [p for name, count in COUNTS.items() for p in detlab.load_prompts(PROMPTS / f"{name}.jsonl")[:count]]
+    inputs = [tokens[:300] for tokens in encode(prompts, tokenizer)]
     rows: dict[str, list[dict[str, float]]] = {"stock": [], "exact": []}
     smallest = 1.0
     truths = [judge(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in inputs]
