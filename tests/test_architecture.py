@@ -204,6 +204,38 @@ def test_imports_point_one_way() -> None:
     assert not violations, "\n".join(violations)
 
 
+def model_uses(folder: Path) -> list[str]:
+    """Where modules name a model, or could run one: `workbench.py: Inquiry(model)` for a model that is handed on."""
+    found = []
+    for path in sorted(folder.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        libraries = {module.split(".")[0] for _, module, _ in imports_of(path, folder.parent)} & {"torch", "transformers"}
+        found += [f"{path.name}: imports {name}" for name in sorted(libraries)]
+        handed = {
+            id(argument): f"{path.name}: {node.func.id}(model)"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            for argument in node.args
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id == "model" and isinstance(node.ctx, ast.Load):
+                found.append(handed.get(id(node), f"{path.name}: uses model"))
+            elif isinstance(node, ast.Attribute) and node.attr == "model":
+                found.append(f"{path.name}: uses .model")
+    return found
+
+
+def test_viz_hands_a_model_on_and_does_nothing_else_with_it() -> None:
+    assert model_uses(PACKAGE / "viz") == ["workbench.py: Inquiry(model)"]
+
+
+def test_a_use_of_a_model_is_found(tmp_path: Path) -> None:
+    source = "import torch\ndef f(model):\n    g(model)\n    model(1)\n    return f.model"
+    plant(tmp_path, viz__page=source)
+    found = ["page.py: imports torch", "page.py: g(model)", "page.py: uses model", "page.py: uses .model"]
+    assert sorted(model_uses(tmp_path / "viz")) == sorted(found)
+
+
 def test_no_rooms_import_in_a_circle() -> None:
     cycle = import_cycles(PACKAGE)
     assert not cycle, f"these rooms import in a circle: {', '.join(cycle)}; move what they share down"
