@@ -94,7 +94,7 @@ def test_a_run_answers_where_and_why(bench: Workbench) -> None:
     assert "Controls: a repeated held, b repeated held." in verdict
     assert "Size: logits differ" in find(bench, "detlab-why").value
     where, why, fix, proof = (find(bench, f"detlab-step-{name}") for name in ("where", "why", "fix", "proof"))
-    assert where.description == "1  Where\n≠ model.embed_tokens · mul, position 0"
+    assert where.description.replace("\u200b", "") == "1  Where\n≠ model.embed_tokens · mul, position 0"
     assert why.description.startswith("2  Why\n")
     assert (fix.description, proof.description) == ("3  Fix\nnone applied", "4  Proof\n≠ Diverged")
     assert "detlab-diverged" in proof._dom_classes

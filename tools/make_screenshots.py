@@ -22,7 +22,7 @@ CELL = """import detlab, detlab.viz
 
 model, tokenizer = detlab.load_model("smollm2-135m", dtype="bfloat16")
 prompts = detlab.load_prompts("../data/prompts/assistant.jsonl")[:4]
-detlab.viz.Workbench(model, prompts, a="batch_size=1", b="batch_size=4,padding_side=left", new_tokens=6)"""
+detlab.viz.Workbench(model, prompts, a="batch_size=1", b="batch_size=4,padding_side=left", new_tokens=4)"""
 FIX = "tier-invariant"
 WIDTH, MOST_BYTES = 1240, 300_000
 RUN_SECONDS = 600
@@ -33,7 +33,7 @@ def main(chromium: str) -> None:
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as lab, sync_playwright() as playwright:
         write_notebook(lab, "workbench", [CELL])
         browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM)
-        page = browser.new_page(viewport={"width": WIDTH + 60, "height": 2600})
+        page = browser.new_page(viewport={"width": WIDTH + 60, "height": 1600})
         open_notebook(page, lab, "notebooks/workbench.ipynb")
         command(page, "application:toggle-left-area")
         command(page, "notebook:run-all-cells")
@@ -44,9 +44,11 @@ def main(chromium: str) -> None:
         bench.locator(".detlab-run").click()
         wait(bench, ".detlab-run:not([disabled])")
         photograph(page, bench, "workbench-before.png")
+        bench.locator(".detlab-step-fix").click()
         bench.locator(f".detlab-fix-{FIX} input").click()
         bench.locator(".detlab-card", has_text=f"with {FIX}").wait_for(timeout=RUN_SECONDS * 1000)
         wait(bench, ".detlab-run:not([disabled])")
+        bench.locator(".detlab-step-proof").click()
         photograph(page, bench, "workbench-after.png")
         browser.close()
 

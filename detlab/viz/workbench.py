@@ -236,7 +236,8 @@ class Workbench:
         has_answer = self.inquiry.result is not None
         for at, step in enumerate(steps(self.inquiry.result, self.fix), start=1):
             control = self._buttons[step.name]
-            control.description = f"{at}  {step.name}\n{step.answer or _STEPS[step.name]}"
+            answer = (step.answer or _STEPS[step.name]).replace("_", "_\u200b")  # long names of ops may break there
+            control.description = f"{at}  {step.name}\n{answer}"
             control.disabled = not has_answer and step.name != "Where"
             for css in ("identical", "diverged", "control-flow", "other"):
                 _toggle(control, f"detlab-{css}", css == step.css)
