@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import symtable
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -162,7 +163,7 @@ def printed(cell: Any) -> str:
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.stem for path in NOTEBOOKS] == list(WRONG_ANSWERS)
+    assert [path.stem for path in NOTEBOOKS] == list(WRONG_ANSWERS) == list(OTHER_ANSWERS), "a notebook is not tested"
     assert NOTEBOOKS
     names = [path.name for path in NOTEBOOKS]
     assert all(re.fullmatch(r"\d\d-[a-z0-9-]+\.ipynb", name) for name in names), names
@@ -287,27 +288,102 @@ def test_the_same_notebook_passes_as_it_is_stored(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def globals_in(source: str, *, is_set: bool) -> set[str]:
+    """Global names that a piece of code reads, or those that it sets."""
+
+    def walk(table: symtable.SymbolTable, is_top: bool) -> set[str]:
+        found = {
+            symbol.get_name()
+            for symbol in table.get_symbols()
+            if (is_top and is_set and symbol.is_assigned())
+            or (not is_set and symbol.is_referenced() and (is_top or symbol.is_global()))
+        }
+        return found.union(*(walk(child, False) for child in table.get_children()))
+
+    return walk(symtable.symtable(source, "cell", "exec"), True)
+
+
+def changed_in(node: ast.AST) -> set[str]:
+    """Names whose objects a statement changes: `name[...] = x`, `name.x = y`, or a call of their method that stands alone."""
+    found = set()
+    for part in ast.walk(node):
+        is_change = isinstance(part, ast.Subscript | ast.Attribute) and isinstance(part.ctx, ast.Store)
+        if is_change or (isinstance(part, ast.Expr) and isinstance(part.value, ast.Call)):
+            inner: Any = part.value.func if isinstance(part, ast.Expr) else part
+            if isinstance(inner, ast.Attribute | ast.Subscript):
+                while isinstance(inner, ast.Attribute | ast.Subscript | ast.Call):
+                    inner = inner.func if isinstance(inner, ast.Call) else inner.value
+                found |= {inner.id} if isinstance(inner, ast.Name) else set()
+    return found
+
+
+def what_exercises_need(cells: list[Any], exercises: list[Any]) -> str:
+    """The statements of a notebook's earlier cells that its exercises depend on; all of it is nbval's to run."""
+    needed = set().union(*(globals_in(cell.source, is_set=False) for cell in exercises))
+    kept: list[str] = []
+    for cell in reversed(cells):
+        for node in reversed(ast.parse(cell.source).body):
+            source = ast.unparse(node)
+            is_import = isinstance(node, ast.Import | ast.ImportFrom)
+            if is_import or (globals_in(source, is_set=True) | changed_in(node)) & needed:
+                needed |= globals_in(source, is_set=False)
+                kept.append(source)
+    return "\n".join(reversed(kept))
+
+
+def test_what_exercises_need_is_found() -> None:
+    source = """
+numbers = zeros(3)
+shown = [name for name in numbers]
+numbers[0] = 2
+numbers.model.hook(3)
+print(shown)
+table = {}
+for number in (1, 2):
+    table[number] = numbers
+for number in (1, 2):
+    print(number, table)
+def unused(): return shown
+def used(): return table
+"""
+    v4 = nbformat.v4
+    found = what_exercises_need([v4.new_code_cell(source)], [v4.new_code_cell("check(lambda name: name, used())")])
+    assert found.splitlines() == [
+        "numbers = zeros(3)",
+        "numbers[0] = 2",
+        "numbers.model.hook(3)",
+        "table = {}",
+        "for number in (1, 2):",
+        "    table[number] = numbers",
+        "def used():",
+        "    return table",
+    ]
+
+
 @pytest.mark.slow
 @each_notebook
 def test_the_exercises_tell_right_from_wrong(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts each folded solution, another right answer, and a wrong one in its stub's place and runs the notebook."""
+    """Puts each folded solution, another right answer, and a wrong one in its stub's place."""
     notebook, workshop = load(path), tool("make_workshop")
     solutions, stubs = workshop.solutions_of(notebook), workshop.stubs_of(notebook)
     wrong, other = WRONG_ANSWERS[path.stem], OTHER_ANSWERS[path.stem]
     assert len(stubs) == len(solutions) == len(wrong) == len(other) >= 2
-    right, planted = [], []
-    for cell, solution, near, also in zip(stubs, solutions, wrong, other, strict=True):
+    solved, right, planted = [], [], []
+    for cell, *answers in zip(stubs, solutions, other, wrong, strict=True):
         name, rest = cell.source.split(" = ...\n", 1)
-        cell.source = f"{solution}\n{rest}"
-        for answer, found in ((also, right), (near, planted)):
-            found.append(nbformat.v4.new_code_cell(f"{name} = {answer}\n{rest}"))
-            notebook.cells.insert(notebook.cells.index(cell) + 1, found[-1])
+        sources = [answers[0], *(f"{name} = {answer}" for answer in answers[1:])]
+        for source, found in zip(sources, (solved, right, planted), strict=True):
+            found.append(nbformat.v4.new_code_cell(f"{source}\n{rest}"))
+    cells = code_cells(notebook)
+    start = next(i for i, cell in enumerate(cells) if cell.source.startswith("def check("))
+    exercises = [cells[start], *(cell for group in zip(solved, right, planted, strict=True) for cell in group)]
+    notebook.cells = [nbformat.v4.new_code_cell(what_exercises_need(cells[:start], exercises)), *exercises]
     (tmp_path / "data").symlink_to(ROOT / "data")
     folder = tmp_path / "notebooks"
     folder.mkdir()
     monkeypatch.setenv("PYTHONPATH", python_path())
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
-    assert [printed(cell) for cell in stubs] == ["right\n"] * len(stubs)
+    assert [printed(cell) for cell in solved] == ["right\n"] * len(solved)
     assert [printed(cell) for cell in right] == ["right\n"] * len(right)
     refused = [printed(cell) for cell in planted]
     assert all(re.match(r"not yet: (?!replace the dots)", said) for said in refused), refused
