@@ -176,6 +176,15 @@ def test_the_exact_tier_promises_more(exact):
     assert any("parts=7" in way and "order=" in way for way in exact.axes["split"].ways)
 
 
+def test_instruction_sets_are_beyond_the_invariant_tier(model, prompts, monkeypatch):
+    least = list(apart.ISAS)[-1]
+    monkeypatch.setattr(apart, "ISAS", {least: apart.ISAS[least]})
+    found = detlab.verify(model, prompts[:1], axes=["isa"], trials=1)
+    assert found.spec == "" and found.axes["isa"].verdict in ("does not hold", "not tested")
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert found.is_refuted and found.axes["isa"].first.max_ulp > 0
+
+
 def test_ranks_that_add_in_float32_are_found(model, prompts, monkeypatch):
     original = ExactLinear.sums
     monkeypatch.setattr(ExactLinear, "sums", lambda self, digits: original(self, digits).float().double())
