@@ -56,8 +56,8 @@ class Lab:
             self.ask(f"/api/kernels/{kernel['id']}", "DELETE")
 
     def page(self, name: str) -> str:
-        """Address of a notebook in the Lab."""
-        return f"{self.base}/lab/tree/{name}?token={self.token}"
+        """Address of a notebook in the Lab, in a workspace of its own: no tab of an earlier page comes back."""
+        return f"{self.base}/lab/workspaces/{secrets.token_hex(4)}/tree/{name}?token={self.token}"
 
 
 @dataclass
