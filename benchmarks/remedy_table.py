@@ -23,7 +23,7 @@ from detlab.remedies import REMEDIES, Remedy
 NAME = "remedy_table"
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "assistant.jsonl"
 PAIRS = {"batch": ("", "batch_size=6,padding_side=left"), "prefill": ("", "cache=none")}
-NUM_PROMPTS, NEW_TOKENS = {"batch": 6, "prefill": 2}, 2
+NUM_PROMPTS, NEW_TOKENS = {"batch": 6, "prefill": 4}, 2
 TRIALS = 1
 
 

@@ -1,4 +1,4 @@
-"""A scoring service: SmolLM2 in bfloat16 scores a fixed set of prompts under shifting conditions, stock and under each tier.
+"""A scoring service: SmolLM2 scores a fixed set of prompts under shifting conditions, stock and under the invariant tier.
 
 Essays from 1 to 9, applications, tickets and a step of a solution by the likelier answer: how far the scores spread, and which
 decisions flip, at the middle of the scale and where the better half passes (the threshold is then a score that was given).
@@ -19,7 +19,7 @@ import detlab
 
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "scoring.jsonl"
 CONDITIONS = [
-    "", "batch_size=2", "batch_size=4,padding_side=left", "batch_size=4,padding_side=left,padding=16", "prefill_chunk=32",
+    "", "batch_size=4", "batch_size=4,padding_side=left", "batch_size=4,padding_side=left,padding=64", "prefill_chunk=8",
 ]  # fmt: skip
 CHOICES = {
     "essay": {str(n): n for n in range(1, 10)},
@@ -32,20 +32,22 @@ CHOICES = {
 def main() -> None:
     """Measures, prints and saves."""
     torch.set_num_threads(1)
-    model, _ = detlab.load_model("smollm2-135m", dtype="bfloat16")
     prompts = detlab.load_prompts(PROMPTS)
     rows: dict[str, Any] = {}
-    for kind, choices in CHOICES.items():
-        chosen = [p for p in prompts if p.id.startswith(kind)]
-        for remedy in (None, "tier-invariant", "tier-exact"):
-            made = detlab.score(model, chosen, choices, CONDITIONS, remedy=remedy)
-            half = statistics.median_high(row[0] for row in made.scores)
-            flips = [name for name, row in zip(made.prompt_ids, made.scores, strict=True) if len({s >= half for s in row}) > 1]
-            print(f"--- {kind}, {remedy or 'stock'}\n{made}\nwhere the better half passes: {len(flips)} flip\n", flush=True)
-            record = made.to_json()
-            record.pop("environment")
-            rows[f"{kind}, {remedy or 'stock'}"] = record | {"flips_where_the_better_half_passes": flips}
-    save("scoring", {"model": "smollm2-135m, bfloat16, 1 thread", "rows": rows})
+    for dtype in ("bfloat16", "float32"):
+        model, _ = detlab.load_model("smollm2-135m", dtype=dtype)
+        for kind, choices in CHOICES.items():
+            chosen = [p for p in prompts if p.id.startswith(kind)]
+            for remedy in (None, "tier-invariant"):
+                made = detlab.score(model, chosen, choices, CONDITIONS, remedy=remedy)
+                half = statistics.median_high(row[0] for row in made.scores)
+                rank = [n for n, row in zip(made.prompt_ids, made.scores, strict=True) if len({s >= half for s in row}) > 1]
+                name = f"{dtype}, {kind}, {remedy or 'stock'}"
+                print(f"--- {name}\n{made}\nwhere the better half passes, flips: {len(rank)}\n", flush=True)
+                record = made.to_json()
+                record.pop("environment")
+                rows[name] = record | {"flips_where_the_better_half_passes": rank}
+    save("scoring", {"model": "smollm2-135m, 1 thread", "rows": rows})
 
 
 if __name__ == "__main__":
