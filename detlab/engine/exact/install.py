@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as transformers_logging
 
 from detlab.engine.elementwise import is_activation
 from detlab.engine.exact.attention import exact_attention
@@ -28,7 +29,7 @@ from detlab.engine.watch import NoCopy, version_of
 __all__ = ["SPEC", "install", "prepared_weights"]
 
 _ATTENTION = "detlab_exact"
-
+_PREPARED = ("linear", "experts")
 
 _ready: dict[str, Prepared] = {}
 
@@ -56,13 +57,33 @@ def install(session: Session, model: PreTrainedModel) -> None:
         MachineError: this machine's arithmetic is not exact.
     """
     kernel = choose_kernel(next(model.parameters()).device)
-    grouped = _groups(session, model, kernel)
-    for name, module in model.named_modules():
-        kind, part = _part_for(session, name, module, kernel, grouped)
-        if part is not None:
-            session.replace(module, name, kind, part)
+    with _progress(model) as done:
+        grouped = _groups(session, model, kernel, done)
+        for name, module in model.named_modules():
+            kind, part = _part_for(session, name, module, kernel, grouped)
+            if part is not None:
+                session.replace(module, name, kind, part)
+            if kind in _PREPARED and name not in grouped:
+                done(module)
     if session.wants("", "attention"):
         install_attention(session, model, _ATTENTION, exact_attention)
+
+
+@contextmanager
+def _progress(model: nn.Module) -> Iterator[Callable[[Any], None]]:
+    """Shows a bar, transformers' own, where preparing takes over five seconds; yields what a module adds to it."""
+    total = sum(_size(module) for module in model.modules() if is_experts(module) or isinstance(module, (nn.Linear, Conv1D)))
+    bar = transformers_logging.tqdm(
+        total=total, desc="Preparing weights for the exact tier", unit="", unit_scale=True, delay=5, leave=False
+    )
+    try:
+        yield lambda module: bar.update(_size(module))
+    finally:
+        bar.close()
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _part_for(session: Session, name: str, module: Any, kernel: str,
@@ -153,7 +174,7 @@ class _Linear:
         return self.group.result(self.index, input)
 
 
-def _groups(session: Session, model: nn.Module, kernel: str) -> dict[str, _Linear]:
+def _groups(session: Session, model: nn.Module, kernel: str, done: Callable[[Any], None]) -> dict[str, _Linear]:
     """Layers of one parent that share their input, by name."""
     found: dict[str, _Linear] = {}
     for parent_name, parent in model.named_modules():
@@ -164,4 +185,6 @@ def _groups(session: Session, model: nn.Module, kernel: str) -> dict[str, _Linea
             if alike and all(session.wants(n, "linear") for n in names):
                 group = _Group(modules, names, kernel, session)
                 found.update(zip(names, group.members, strict=True))
+                for module in modules:
+                    done(module)
     return found
