@@ -182,7 +182,8 @@ class Inquiry:
             plan = plan_of("+".join(key))
             # The pair without and with it, each after its control; traced with controls; and what looks at coverage.
             num_calls = sum(len(side.trace.calls) for side in (found.a, found.b) if side.trace is not None)
-            with self._stoppable(self._pair(), progress, f"trying {plan.name}", 10 * num_calls):
+            pair = [*self._pair(), *plan.changed(*self._pair())]
+            with self._stoppable(pair, progress, f"trying {plan.name}", 10 * num_calls):
                 attempts = try_remedies(
                     self.model, self.prompts, self.a, self.b, [plan.name], self.new_tokens, tokenizer=self.tokenizer
                 )  # fmt: skip

@@ -151,6 +151,21 @@ def test_remedies_are_combined_in_one_order(inquiry: Inquiry) -> None:
         inquiry.fix(["luck"])
 
 
+def test_a_compiled_fix_is_tried_without_the_hook_of_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook would get into what is compiled, and break its graph at every module: other code than anybody else's."""
+    made, before, seen = asked(), hooks(), []
+
+    def tried(*_: object, **__: object) -> None:
+        seen.append(hooks() - before)
+        raise Stopped
+
+    monkeypatch.setattr("detlab.inquiry.try_remedies", tried)
+    for name in ("seeds", "compiled"):
+        with pytest.raises(Stopped):
+            made.fix([name])
+    assert seen == [1, 0]
+
+
 def test_what_cannot_be_tried_says_why_and_proves_nothing(inquiry: Inquiry) -> None:
     fix = inquiry.fix(["one-thread"])  # the planted hook cannot travel to a fresh process
     assert fix.verdict == "untried"
