@@ -286,10 +286,12 @@ def telemetry(model: nn.Module | None = None, *, interval: float = 0.05) -> Iter
         A `Telemetry`, complete when the block is left.
 
     Raises:
-        UsageError: the interval is not possible.
+        UsageError: the interval is not possible, or the model is no module.
     """
     if not 0.001 <= interval < 1e6:
         raise UsageError(f"interval={interval!r} is not possible; give seconds, at least 0.001.")
+    if model is not None and not isinstance(model, nn.Module):
+        raise UsageError(f"telemetry needs a module, whose calls are the steps; got {type(model).__name__}.")
     sensors = Sensors()
     record = Telemetry(datetime.now(UTC).isoformat(timespec="milliseconds"), interval, sensors.found)
     leaving = threading.Event()
@@ -310,8 +312,10 @@ def telemetry(model: nn.Module | None = None, *, interval: float = 0.05) -> Iter
     with ExitStack() as stack:
         stack.callback(sensors.close)
         thread.start()
+        calls: list[tuple[float, float]] = []
         try:
-            calls = None if model is None else stack.enter_context(timed_calls(model))
+            if model is not None:
+                calls = stack.enter_context(timed_calls(model))
             yield record
         finally:
             leaving.set()
@@ -319,7 +323,7 @@ def telemetry(model: nn.Module | None = None, *, interval: float = 0.05) -> Iter
             record.seconds = time.perf_counter() - record.origin
             look()
             stack.close()
-            record.steps = [(begin - record.origin, end - record.origin) for begin, end in calls or ()]
+            record.steps = [(begin - record.origin, end - record.origin) for begin, end in calls]
 
 
 @contextmanager

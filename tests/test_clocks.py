@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import detlab
+from detlab.clocks import loads
 from detlab.clocks.experiment import TimedRun, permutation_p
 from detlab.clocks.loads import TIMINGS, Timing
 from detlab.errors import MachineError, UsageError
@@ -102,6 +103,8 @@ def test_the_permutation_test():
         ({"timings": []}, "timings=\\[\\] is not possible"),
         ({"timings": "load"}, "timings='load' is not possible; give a list"),
         ({"runs": 1, "timings": ["quiet", "pauses"]}, "runs=1 is not possible; give at least 2, one for each timing"),
+        ({"work": "text", "timings": ["quiet"]}, "work must be a function that takes nothing"),
+        ({"model": "tiny-llama"}, "model must be a module, between whose calls pauses go; got str"),
         ({"work": lambda: 3.0, "timings": ["quiet"]}, "work must return tensors, texts, or a list of these"),
         ({"work": lambda: [], "timings": ["quiet"]}, "work must return tensors"),
     ],
@@ -123,6 +126,23 @@ def test_loads_run_while_asked_for_and_end():
                 at_rest(timing._one)
             at_rest(processes)
     assert all(p.poll() is not None for p in processes)
+
+
+def test_loads_end_where_their_start_is_interrupted(monkeypatch):
+    started = []
+
+    def busy(*cores):
+        if started:
+            raise KeyboardInterrupt
+        started.append(real(*cores))
+        return started[0]
+
+    real = loads._busy
+    monkeypatch.setattr(loads, "_busy", busy)
+    monkeypatch.setattr(loads, "_usable_cores", lambda: 2)
+    with pytest.raises(KeyboardInterrupt), Timing(["load"], None, 0):
+        pass
+    assert started[0].poll() is not None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")

@@ -173,6 +173,9 @@ def test_the_record_is_complete_whatever_happens(model):
     with pytest.raises(UsageError, match="^interval=0 is not possible; give seconds, at least 0.001.$"):
         with detlab.telemetry(interval=0):
             pass
+    with pytest.raises(UsageError, match="^telemetry needs a module, whose calls are the steps; got str.$"):
+        with detlab.telemetry("tiny-llama"):
+            pass
 
 
 def test_means_of_a_stretch():

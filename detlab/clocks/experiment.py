@@ -160,7 +160,7 @@ class ClockExperiment:
         return pd.DataFrame(rows)
 
     def _lines(self) -> list[str]:
-        bound = "" if self.bound is None else f"; at most {100 * self.bound:.2g} % at 95 %"
+        bound = "" if self.bound is None else f"; at most {100 * self.bound:.3g} % at 95 %"
         answers = f"{self.distinct} different answer{'' if self.distinct == 1 else 's'}"
         lines = [
             f"{self.verdict}: {self.divergent} of {len(self.runs)} runs differ ({answers}{bound})",
@@ -220,8 +220,12 @@ def clock_experiment(work: Callable[[], Answer], runs: int = 100, *, model: nn.M
         A `ClockExperiment`.
 
     Raises:
-        UsageError: fewer runs than timings, an unknown timing, or an answer without bits.
+        UsageError: fewer runs than timings, an unknown timing, work that cannot be called, or an answer without bits.
     """
+    if not callable(work):
+        raise UsageError(f"work must be a function that takes nothing, such as lambda: model(**inputs).logits; got {work!r}.")
+    if model is not None and not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a module, between whose calls pauses go; got {type(model).__name__}.")
     with Timing(tuple(TIMINGS) if timings is None else timings, model, seed) as timing:
         names = timing.names
         if runs < len(names):

@@ -81,9 +81,10 @@ class Timing:
     def __enter__(self) -> Timing:
         try:
             if "load" in self.names:
-                self._all = [_busy() for _ in range(_usable_cores())]
+                for _ in range(_usable_cores()):  # one by one: an interruption must find those that were started
+                    self._all.append(_busy())
             if "one-core" in self.names:
-                self._one = [_busy({min(os.sched_getaffinity(0))})]
+                self._one.append(_busy({min(os.sched_getaffinity(0))}))
         except BaseException:
             self._end()
             raise
@@ -131,11 +132,16 @@ def _usable_cores() -> int:
 def _busy(cores: set[int] | None = None) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", _BUSY], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    with process.stdout as said:
-        said.read(1)  # it has started
-    process.send_signal(signal.SIGSTOP)
-    if cores:
-        os.sched_setaffinity(process.pid, cores)
+    try:
+        with process.stdout as said:
+            said.read(1)  # it has started
+        process.send_signal(signal.SIGSTOP)
+        if cores:
+            os.sched_setaffinity(process.pid, cores)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
     return process
 
 
