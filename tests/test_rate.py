@@ -48,7 +48,7 @@ def test_a_tier_has_one_answer(model):
     assert made.divergent_runs == made.logits_differ == made.tokens_differ == 0 and made.distinct == [1, 1]
     assert made.bound == 3 / 24 and made.remedy == "tier-invariant"
     assert made.batch_sizes["variation"] > 0.2  # and yet the batch size moved
-    assert "divergent runs: 0 (0.0 %; at most 12 % at 95 %)" in str(made)
+    assert "divergent runs: 0 (0.0 %; at most 12.5 % at 95 %)" in str(made)
 
 
 def test_a_static_batch_does_not_move(model):
@@ -97,6 +97,10 @@ def test_the_result_in_every_form(stock):
     assert stock.to_pandas()["logits_differ"].sum() == stock.logits_differ
     hostile = replace(stock, runs=[replace(stock.runs[0], condition="<script>")])
     assert "<script>" not in hostile._repr_html_()
+
+
+def test_percentages_have_no_exponent(stock):
+    assert "at most 100 % at 95 %" in str(replace(stock, runs=stock.runs[:1]))
 
 
 def test_the_bound_is_the_exact_one():

@@ -159,7 +159,7 @@ class Rate:
         sizes, remedy = self.batch_sizes, f" with {self.remedy}" if self.remedy else ""
         return [
             f"{len(self.runs)} runs of {self.prompts} prompts under {len(self.conditions)} conditions{remedy}",
-            f"divergent runs: {self.divergent_runs} ({100 * self.rate:.1f} %; at most {100 * self.bound:.2g} % at 95 %)",
+            f"divergent runs: {self.divergent_runs} ({100 * self.rate:.1f} %; at most {100 * self.bound:.3g} % at 95 %)",
             f"answers: logits differ in {self.logits_differ} of {self.outputs}, tokens in {self.tokens_differ}",
             f"distinct answers a prompt: {', '.join(map(str, self.distinct[:12]))}{' ...' if self.prompts > 12 else ''}",
             f"batch size: {sizes['min']:g} to {sizes['max']:g}, mean {sizes['mean']:.2f}, "
