@@ -166,6 +166,9 @@ def test_amplification_of_the_batch_case(model, batch):
     _, _, comparison = batch
     if comparison.first is None:
         return
+    for prompt in (-1, len(comparison.prompt_ids)):  # rows of no prompt would be an empty answer
+        with pytest.raises(UsageError, match=f"^prompt={prompt} is not possible; give a number from 0 to"):
+            comparison.amplification(prompt=prompt)
     gains = comparison.amplification()
     assert [one.layer for one in gains] == [0, 1]
     assert gains[0].incoming == 0 and gains[0].factor is None and gains[0].outgoing == 0 and gains[0].own > 0

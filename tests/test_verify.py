@@ -298,6 +298,10 @@ def test_a_changed_certificate_is_refused(certificate, tmp_path):
         Certificate.load(path)
     with pytest.raises(UsageError, match="cannot be read"):
         Certificate.load(tmp_path / "none.json")
+    fewer = {name: value for name, value in data.items() if name != "sha256"} | {"md5": {}}  # nothing would be left to disagree
+    path.write_text(json.dumps(fewer | {"sha256": _checksum(fewer)}))
+    with pytest.raises(UsageError, match="is damaged .*its digests are not those of its prompts"):
+        Certificate.load(path)
     del data["sha256"], data["model"]
     path.write_text(json.dumps(data | {"sha256": _checksum(data)}))
     with pytest.raises(UsageError, match=r"is damaged \(KeyError: 'model'\). Run detlab.verify again."):

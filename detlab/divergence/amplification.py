@@ -17,6 +17,7 @@ from detlab.divergence.graft import refuse_variables
 from detlab.divergence.graft_rows import RowsOf, targets_from
 from detlab.divergence.replay import Again, replay, sides_of
 from detlab.divergence.result import Comparison
+from detlab.errors import UsageError
 from detlab.trace.records import Trace
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
@@ -59,12 +60,14 @@ def amplification(comparison: Comparison, *, prompt: int | None = None, again: S
         One `LayerGain` per numbered layer, in order. Layers whose rows cannot be matched in both runs are left out.
 
     Raises:
-        UsageError: the comparison does not hold its runs, or a condition needs a fresh process.
+        UsageError: the comparison does not hold its runs, or a condition needs a fresh process, or there is no such prompt.
     """
     a, b = sides_of(comparison, again, model)
     refuse_variables(a, b)
     if prompt is None:
         prompt = comparison.first.prompt if comparison.first is not None else 0
+    if prompt not in range(len(comparison.prompt_ids)):
+        raise UsageError(f"prompt={prompt!r} is not possible; give a number from 0 to {len(comparison.prompt_ids) - 1}.")
     ends = {at: op for at, op in _ends(a.trace).items() if op in comparison.detail.aligned}
     pairs = [(comparison.detail.aligned[op], op) for op in ends.values()]
     theirs, ours = (RowsOf({pair[side] for pair in pairs}, [prompt], values=True) for side in (0, 1))

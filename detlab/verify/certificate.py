@@ -278,6 +278,8 @@ class Certificate:
         axes = {name: AxisResult.from_json(axis) for name, axis in data["axes"].items()}
         if not set(axes) <= set(AXES):
             raise ValueError(f"unknown axes {', '.join(sorted(set(axes) - set(AXES)))}")
+        if not data["md5"] or set(data["md5"]) != set(data["prompts"]):  # a prompt without a digest would agree with anything
+            raise ValueError("its digests are not those of its prompts")
         names = ("tier", "spec", "model", "prompts", "md5", "class_map", "settings", "limits", "version", "date")
         return cls(
             axes=axes, coverage=coverage, environment=Environment.from_json(data["environment"]),
