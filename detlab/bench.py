@@ -23,6 +23,7 @@ from detlab.deterministic import deterministic
 from detlab.engine.session import Options
 from detlab.environment import Environment, environment
 from detlab.errors import UsageError
+from detlab.serving import check_model
 
 __all__ = ["Bench", "Cell", "bench"]
 
@@ -140,6 +141,7 @@ def bench(model: nn.Module, tier: str = "invariant", *, batch_sizes: Sequence[in
     numbers = (*batch_sizes, *contexts, *prefills)
     if not numbers or min(numbers) < 1 or seconds <= 0:
         raise UsageError(f"bench needs sizes of at least 1 and a positive time; got {numbers} and {seconds}.")
+    check_model(model)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
     if limit is not None and max((*contexts, *prefills)) + 64 > limit:
         raise UsageError(f"bench needs {max((*contexts, *prefills)) + 64} positions; the model holds {limit}. Ask for less.")

@@ -33,6 +33,7 @@ from detlab.serving import (
     accepted,
     cache_argument,
     check_inputs,
+    check_model,
     choose,
     config_of,
     device_of,
@@ -231,6 +232,7 @@ def run(model: nn.Module, prompts: Any, condition: Condition | None = None, *, n
         raise UsageError(f"run needs a Condition, such as Condition(batch_size=8); got {condition!r}.")
     if new_tokens < 0:
         raise UsageError(f"run needs new_tokens of at least 0; got {new_tokens!r}.")
+    check_model(model)
     if model.training:
         raise UsageError("run needs a model in eval mode: dropout would make every run another one. Call model.eval().")
     chosen = as_prompts(prompts)

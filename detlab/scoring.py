@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from detlab.remedies.attempt import prepared
 from detlab.remedies.registry import plan_of
 from detlab.remedies.remedy import Plan, Remedy
 from detlab.remedies.serve import serve
+from detlab.serving import check_model
 
 __all__ = ["Scores", "score"]
 
@@ -123,12 +125,19 @@ def score(model: nn.Module, prompts: Any, choices: Mapping[str, float], conditio
         `Scores`: spread, and decisions that flip.
 
     Raises:
-        UsageError: fewer than two choices, two that begin alike, no condition, or one that cannot be used.
+        UsageError: fewer than two choices, two that begin alike, a worth or a threshold that is no number, no condition, or
+            one that cannot be used.
         MachineError: the remedy cannot be had on this machine.
     """
     if isinstance(conditions, str) or not conditions:
         raise UsageError(f'score needs a list of conditions, such as ["batch_size=1", "batch_size=4"]; got {conditions!r}.')
     chosen = [Condition.parse(c) if isinstance(c, str) else c for c in conditions]
+    check_model(model)
+    if not all(map(_is_number, getattr(choices, "values", lambda: [None])())):
+        raise UsageError(f'score needs choices, each with its worth, such as {{"approve": 1, "reject": 0}}; got {choices!r}.')
+    if threshold is not None and not _is_number(threshold):
+        raise UsageError(f"threshold={threshold!r} is not possible; give a number, or None for the middle of the worths.")
+    prompts = as_prompts(prompts)
     tokenizer = tokenizer_for(model) if tokenizer is None else tokenizer
     first = {text: tokenizer.encode(text, add_special_tokens=False)[:1] for text in choices}
     if len(choices) < 2 or [] in first.values() or len({tokens[0] for tokens in first.values()}) < len(choices):
@@ -145,6 +154,13 @@ def score(model: nn.Module, prompts: Any, choices: Mapping[str, float], conditio
     scores = [[float(one.logits[p][-1, at].double().softmax(-1) @ worth) for one in served] for p in range(len(inputs))]
     middle = (min(choices.values()) + max(choices.values())) / 2
     return Scores(
-        [prompt.id for prompt in as_prompts(prompts)], [str(c) for c in changed], plan.name, dict(choices),
+        [prompt.id for prompt in prompts], [str(c) for c in changed], plan.name, dict(choices),
         middle if threshold is None else threshold, scores, environment(),
     )  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except TypeError:
+        return False

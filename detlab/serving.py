@@ -115,6 +115,18 @@ def cache_argument(model: nn.Module) -> str:
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
 
 
+def check_model(model: object) -> None:
+    """Refuses what is no module: a name, or the pair that `load_model` returns, in the place of its model.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"a model is needed, as `model, tokenizer = detlab.load_model(...)` gives it; got {type(model).__name__}."
+        )
+
+
 def check_inputs(model: nn.Module, prompts: list[Prompt], inputs: list[list[int]], new_tokens: int) -> None:
     """Refuses prompts that the model cannot take: more positions than it has, token ids that it does not know."""
     limit = getattr(config_of(model), "max_position_embeddings", None)

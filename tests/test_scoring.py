@@ -67,6 +67,11 @@ def test_what_cannot_be_scored(model):
     for choices in ({"yes": 1}, {"yes": 1, "yes, please": 0}, {"yes": 1, "": 0}):
         with pytest.raises(UsageError, match="^score needs two or more choices whose first tokens differ; got {'yes': "):
             detlab.score(model, PROMPTS, choices, MIXED)
+    for choices in (["yes", "no"], {"yes": float("nan"), "no": 0}, {"yes": None, "no": 0}):  # a score of nan never "spreads"
+        with pytest.raises(UsageError, match="^score needs choices, each with its worth"):
+            detlab.score(model, PROMPTS, choices, MIXED)
+    with pytest.raises(UsageError, match="^threshold=nan is not possible"):
+        detlab.score(model, PROMPTS, CHOICES, MIXED, threshold=float("nan"))
     for conditions in ([], "batch_size=4"):
         with pytest.raises(UsageError, match="^score needs a list of conditions"):
             detlab.score(model, PROMPTS, CHOICES, conditions)

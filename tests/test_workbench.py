@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from plotly.callbacks import Points
 
+from detlab.condition import Condition
 from detlab.divergence.look import Look
 from detlab.errors import ConditionError, UsageError
 from detlab.inquiry import Fix
@@ -290,6 +291,14 @@ def test_bad_arguments_are_refused_at_once() -> None:
         Workbench(tiny(), PROMPTS, a="batchsize=1")
     with pytest.raises(UsageError):
         Workbench(tiny(), [], new_tokens=1)
+    for nothing in ("tiny-llama", None, (tiny(), None)):
+        with pytest.raises(UsageError, match=r"a model is needed, as `model, tokenizer = .*` gives it; got"):
+            Workbench(nothing, PROMPTS)
+
+
+def test_conditions_may_be_objects() -> None:
+    made = Workbench(tiny(), PROMPTS, a=Condition(), b=Condition(batch_size=2, padding_side="left"))
+    assert [choice.text for choice in made._choices] == ["batch_size=1", "batch_size=2,padding_side=left"]
 
 
 def test_every_control_can_be_reached_by_keyboard() -> None:

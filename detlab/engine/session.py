@@ -204,9 +204,9 @@ _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictio
 _lock = threading.RLock()
 
 
-def session_of(model: nn.Module) -> Session | None:
+def session_of(model: object) -> Session | None:
     """The session a model is in; None outside of any."""
-    return _sessions.get(model)
+    return _sessions.get(model) if isinstance(model, nn.Module) else None  # what is none cannot be a key
 
 
 def apply(model: nn.Module, tier: str = "invariant", options: Options | None = None) -> Session:
@@ -222,7 +222,7 @@ def apply(model: nn.Module, tier: str = "invariant", options: Options | None = N
     if not isinstance(options, Options):
         raise UsageError(f"options must be detlab.engine.session.Options; got {options!r}.")
     with _lock:
-        session = _sessions.get(model)
+        session = session_of(model)
         if session is not None:
             if (session.tier, session.options) != (tier, options):
                 raise UsageError(

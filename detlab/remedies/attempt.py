@@ -22,7 +22,7 @@ from detlab.remedies.remedy import GENERATION, Plan, Remedy
 from detlab.remedies.serve import Served, serve
 from detlab.remedies.table import CONTROL_FAILED, NO_EFFECT, NOT_APPLICABLE, Attempt, Attempts, difference_of, verdict_of
 from detlab.runner import Progress
-from detlab.serving import check_inputs
+from detlab.serving import check_inputs, check_model
 
 __all__ = ["prepared", "try_remedies"]
 
@@ -87,6 +87,7 @@ def prepared(model: nn.Module, prompts: Any, new_tokens: int, tokenizer: Any) ->
     """
     if new_tokens < 0:
         raise UsageError(f"new_tokens={new_tokens!r} is not possible; give a whole number of at least 0.")
+    check_model(model)
     if model.training:
         raise UsageError("the model is in training mode: dropout would make every run another one. Call model.eval().")
     chosen = as_prompts(prompts)

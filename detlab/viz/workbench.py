@@ -50,7 +50,7 @@ class Workbench:
     Args:
         model: a transformers causal language model in eval mode, of any make.
         prompts: what `load_prompts` returns, or strings, or lists of token ids.
-        a, b: the conditions chosen at the start, as text.
+        a, b: the conditions chosen at the start, as objects or as text.
         new_tokens: tokens to decode after prefill.
         tokenizer: needed for text where the model was not loaded by `load_model`.
 
@@ -58,13 +58,14 @@ class Workbench:
         UsageError: the prompts cannot be used with this model. ConditionError: ``a`` or ``b`` is not a condition.
     """
 
-    def __init__(self, model: Any, prompts: Any, *, a: str = "batch_size=1", b: str = "batch_size=4", new_tokens: int = 8,
-                 tokenizer: Any = None) -> None:  # fmt: skip
+    def __init__(self, model: Any, prompts: Any, *, a: Condition | str = "batch_size=1", b: Condition | str = "batch_size=4",
+                 new_tokens: int = 8, tokenizer: Any = None) -> None:  # fmt: skip
         self.inquiry = Inquiry(model, prompts, new_tokens=new_tokens, tokenizer=tokenizer)
         self.fix: Fix | None = None
         self._job = Job()
         self._is_filling = self._is_busy = False
-        self._build(prompts, Choice("a", Condition.parse(a)), Choice("b", Condition.parse(b)))
+        start = [Condition.parse(c) if isinstance(c, str) else c for c in (a, b)]
+        self._build(prompts, Choice("a", start[0]), Choice("b", start[1]))
 
     # ------------------------------------------------------------------------------------------------------- what it does
     def run(self) -> None:
