@@ -411,6 +411,14 @@ def sources(notebook: Any) -> str:
     return "\n".join(cell.source for cell in notebook.cells)
 
 
+def test_a_workshop_does_not_replace_a_folder_of_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "student").mkdir()
+    (tmp_path / "student" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="student was not made by this tool; nothing was written"):
+        tool("make_workshop").build(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["student", "notes.txt"]
+
+
 def test_the_workshop_has_a_set_without_solutions_and_one_with_them(tmp_path: Path) -> None:
     """Both sets come from the notebooks themselves; what else the two folders need is there, too."""
     archives = tool("make_workshop").build(tmp_path)

@@ -8,6 +8,7 @@ cannot drift apart, and what the tests run is what the solutions hold.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import html
 import re
@@ -79,19 +80,30 @@ def solved(notebook: Any) -> Any:
     return made
 
 
+def _title(name: str) -> str:
+    return f"# detlab workshop: {name}"
+
+
 def build(folder: Path) -> list[Path]:
     """Writes both sets, with the data they need, as folders and as archives.
 
     Returns:
         The two archives.
+
+    Raises:
+        FileExistsError: a folder of a set's name is there that is none: it would be lost.
     """
     archives = []
+    for name in WORDS:
+        readme = folder / name / "README.md"
+        if (folder / name).exists() and not (readme.is_file() and readme.read_text("utf-8").startswith(_title(name))):
+            raise FileExistsError(f"{folder / name} was not made by this tool; nothing was written. Give another folder.")
     for name, form in (("student", student), ("solutions", solved)):
         place = folder / name
         shutil.rmtree(place, ignore_errors=True)
         (place / "notebooks").mkdir(parents=True)
         shutil.copytree(ROOT / "data", place / "data")
-        (place / "README.md").write_text(f"# detlab workshop: {name}\n\n{WORDS[name]}\n", encoding="utf-8")
+        (place / "README.md").write_text(f"{_title(name)}\n\n{WORDS[name]}\n", encoding="utf-8")
         for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
             nbformat.write(form(nbformat.read(path, as_version=4)), place / "notebooks" / path.name)
         archives.append(Path(shutil.make_archive(str(place), "zip", folder, name)))
@@ -99,5 +111,10 @@ def build(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for archive in build(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "workshop"):
-        print(archive)
+    parser = argparse.ArgumentParser(description="Makes the students' and the solutions' set of a workshop.")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "workshop", help="default: build/workshop")
+    try:
+        for archive in build(parser.parse_args().folder):
+            print(archive)
+    except OSError as error:
+        sys.exit(f"make_workshop: {error}")
