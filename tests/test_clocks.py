@@ -297,3 +297,13 @@ def test_a_convolution_that_fails_is_an_error():
 @pytest.mark.parametrize("name", ["atomic-index-add", "atomic-scatter-add"])
 def test_forbidding_atomics_fixes_them(name):
     assert detlab.clock_experiment(detlab.mechanisms()[name].fixed, 20).divergent == 0
+
+
+@pytest.mark.skipif(not HAS_AFFINITY, reason="this system does not let a process choose its cores")
+def test_a_thread_that_ends_while_it_is_listed_is_left_alone(monkeypatch):
+    listed = loads._threads
+    monkeypatch.setattr(loads, "_threads", lambda: [*listed(), 2**22 + 1])  # beyond what Linux numbers
+    before = cores()
+    with loads._confined(min(os.sched_getaffinity(0))):
+        assert os.sched_getaffinity(0) == {min(before[os.getpid()])}
+    assert cores() == before

@@ -303,7 +303,7 @@ def permutation_p(differs: Sequence[bool], values: Sequence[float], seed: int = 
     Source: Phipson and Smyth, "Permutation p-values should never be zero", 2010: the order that was seen counts as one.
 
     >>> permutation_p([False] * 8 + [True] * 8, range(16)), permutation_p([False] * 5, range(5))
-    (0.0003, 1.0)
+    (0.0004, 1.0)
     """
     count = sum(differs)
     if count in (0, len(differs)):

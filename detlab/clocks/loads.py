@@ -160,7 +160,7 @@ def _woken(processes: list[Any]) -> Iterator[None]:
 def _confined(core: int) -> Iterator[None]:
     """Keeps every thread of this process on one core; each has its own cores again afterwards."""
     own = os.sched_getaffinity(0)
-    before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
+    before = {thread: cores for thread in _threads() if (cores := _cores_of(thread))}
     try:
         for thread in _threads():
             _confine(thread, {core})
@@ -172,6 +172,13 @@ def _confined(core: int) -> Iterator[None]:
 
 def _threads() -> list[int]:
     return [int(entry.name) for entry in Path("/proc/self/task").iterdir()]
+
+
+def _cores_of(thread: int) -> set[int] | None:
+    try:
+        return os.sched_getaffinity(thread)
+    except ProcessLookupError:  # it has ended
+        return None
 
 
 def _confine(thread: int, cores: set[int]) -> None:

@@ -30,7 +30,7 @@ def test_the_workbench_leads_from_a_difference_to_its_fix(lab: Lab, browser: Any
     name = write_notebook(lab, "workbench", [MODEL, LONG])
     context = browser.new_context(viewport={"width": 1400, "height": 1500})
     page = context.new_page()
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(120_000)  # what is waited for is computed, on a busy machine perhaps
     watch = Watch()
     watch.follow(page)
     try:
@@ -157,6 +157,7 @@ def read_the_export(browser: Any, path: Path, artifacts: Path) -> None:
 
 def press(page: Any, control: Any, key: str = "Enter") -> None:
     """Uses a control by the keyboard alone."""
+    control.wait_for()  # what is not shown yet takes no focus, and the key would go elsewhere
     control.focus()
     page.keyboard.press(key)
 
