@@ -76,7 +76,7 @@ class CanonicalExperts(NoCopy):
         packed = []
         for name in ("gate_up_proj", "down_proj"):
             weights = getattr(module, name).detach()
-            packed.append([CanonicalLinear(w, None, f"{self._what}.{name}", options.is_padded, options.block) for w in weights])
+            packed.append([CanonicalLinear(w, None, f"{self._what}.{name}", options.is_padded) for w in weights])
         if not hasattr(self, "experts"):
             self.experts = [CanonicalExpert(u, d, self._activation).eval() for u, d in zip(*packed, strict=True)]
         for expert, up, down in zip(self.experts, *packed, strict=True):
@@ -147,7 +147,7 @@ class CanonicalRouter(NoCopy):
     def refresh(self) -> None:
         """Packs the weight as it is now."""
         weight: Any = self.owners[0].weight
-        self.layer = CanonicalLinear(weight, None, self._what, self._options.is_padded, self._options.block)
+        self.layer = CanonicalLinear(weight, None, self._what, self._options.is_padded)
         self.known = {id(weight): self.layer}
 
     def tune(self) -> None:
