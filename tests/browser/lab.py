@@ -207,7 +207,7 @@ def command(page: Any, name: str, arguments: dict[str, Any] | None = None) -> No
     page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments or {}])
 
 
-def wait_for_all_cells(page: Any, seconds: float = 100) -> None:
+def wait_for_all_cells(page: Any, seconds: float = 240) -> None:
     """Returns when every cell has run, or one has failed."""
     page.wait_for_function(
         """() => {
