@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets
@@ -13,6 +13,20 @@ from detlab.viz.words import escape, plural
 
 BATCH_SIZES = (1, 2, 4, 6, 8)
 _OWN, _NO_SIDE = "model's own", "no padding"  # words, since a dropdown shows None as nothing
+
+
+class Filling:
+    """Sets its own controls, and knows that it was not the user."""
+
+    _is_filling = False
+
+    def _fill(self, change: Callable[[], None]) -> None:
+        """Changes controls without reacting to them."""
+        self._is_filling = True
+        try:
+            change()
+        finally:
+            self._is_filling = False
 
 
 class Choice:

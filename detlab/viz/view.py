@@ -13,14 +13,14 @@ import plotly.graph_objects as go
 from detlab.divergence.result import Comparison, Grid
 from detlab.trace.records import Array
 from detlab.viz.arrange import Arrangement, arrange, focus, layer_name
-from detlab.viz.controls import dropdown, html
+from detlab.viz.controls import Filling, dropdown, html
 from detlab.viz.figures import CONFIG, draw
 from detlab.viz.words import STATE_WORDS, Cell, Cells, cell_rows, escape, op_labels
 
 HEIGHT = 560  # of the heatmap, as in explorer.css, so that verdict and detail stay near
 
 
-class View:
+class View(Filling):
     """Leads from the whole heatmap to a layer, and from there to one op at one token.
 
     Attributes:
@@ -43,7 +43,6 @@ class View:
         self._cells: Cells | None = None
         self._figure = go.FigureWidget()
         self._figure._config = dict(CONFIG)
-        self._is_filling = False
         self.chosen: Cell | None = None
         self.prompt_number = 0
         self.on_choice: Callable[[], None] | None = None
@@ -152,14 +151,6 @@ class View:
         self.detail.value = f"<table>{lines}</table>"
         if self.on_choice is not None:
             self.on_choice()
-
-    def _fill(self, change: Callable[[], None]) -> None:
-        """Changes lists without reacting to them."""
-        self._is_filling = True
-        try:
-            change()
-        finally:
-            self._is_filling = False
 
     @staticmethod
     def _options(control: Any, options: Sequence[Any], value: Any) -> None:

@@ -16,7 +16,7 @@ from detlab.condition import Condition
 from detlab.errors import DetlabError
 from detlab.inquiry import Fix, Inquiry, Stopped, Switch
 from detlab.viz.answers import proof_html, steps, switch_words
-from detlab.viz.controls import Choice, button, html, prompts_list
+from detlab.viz.controls import Choice, Filling, button, html, prompts_list
 from detlab.viz.elements import elements_in_words, histogram
 from detlab.viz.figures import CONFIG
 from detlab.viz.job import Job
@@ -36,7 +36,7 @@ _STEPS = {
 }
 
 
-class Workbench:
+class Workbench(Filling):
     """One panel for one model: where do two conditions part, why, what fixes it, and is it proved, at what cost.
 
     While it runs, the model must not be used elsewhere: a tier counts for the model, in all threads. Stop ends a run at the
@@ -63,7 +63,7 @@ class Workbench:
         self.inquiry = Inquiry(model, prompts, new_tokens=new_tokens, tokenizer=tokenizer)
         self.fix: Fix | None = None
         self._job = Job()
-        self._is_filling = self._is_busy = False
+        self._is_busy = False
         start = [Condition.parse(c) if isinstance(c, str) else c for c in (a, b)]
         self._build(prompts, Choice("a", start[0]), Choice("b", start[1]))
 
@@ -300,14 +300,6 @@ class Workbench:
     def _switch_off(self) -> None:
         for control in self._switches.values():
             control.value = False
-
-    def _fill(self, change: Callable[[], None]) -> None:
-        """Changes controls without reacting to them."""
-        self._is_filling = True
-        try:
-            change()
-        finally:
-            self._is_filling = False
 
     @staticmethod
     def _answer(place: Any, css: str, headline: str, lines: Sequence[str]) -> None:
