@@ -16,16 +16,19 @@ from detlab.engine.canonical import draw
 
 __all__ = ["ALIGNMENTS", "ISAS", "Elsewhere", "kernels_digest", "moved", "settings_of"]
 
-#: Caps of the instruction sets: of ATen's own kernels, of MKL's (float32 products), of oneDNN's (16-bit and int8 products).
+#: Caps of the instruction sets: of ATen's own kernels, of MKL's (float32 products), of oneDNN's (16-bit and int8 products), and
+#: of what Numba compiles for the exact tier.
 ISAS: dict[str, dict[str, str]] = {
     "ATen avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "MKL COMPATIBLE": {"MKL_CBWR": "COMPATIBLE"},
     "oneDNN AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "ATen avx2, MKL COMPATIBLE, oneDNN AVX2": {
-        "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATen avx2, MKL COMPATIBLE, oneDNN AVX2, Numba haswell": {
+        "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2", "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": "",
     },
-    "ATen default, MKL COMPATIBLE, oneDNN SSE41": {
+    "ATen default, MKL COMPATIBLE, oneDNN SSE41, Numba generic": {
         "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "NUMBA_CPU_NAME": "generic",
     },
 }  # fmt: skip
 #: Bytes past a multiple of 64, where torch puts what it allocates.

@@ -24,30 +24,31 @@ import torch
 from torch import Tensor
 
 from detlab.engine.cache import CanonicalLayer, Pending
-from detlab.engine.exact.functions import STEPS, UNIT, exp2_
+from detlab.engine.exact import compiled
+from detlab.engine.exact.constants import GRID, KEY_BITS, LEAST, MOST_TOKENS, STEPS, SUM_BITS, UNIT
+from detlab.engine.exact.functions import exp2_
 from detlab.engine.exact.linear import rounded
 from detlab.engine.exact.shown import shown
 from detlab.engine.step import Step, checked_step
 from detlab.errors import UsageError
 
-__all__ = ["MOST_TOKENS", "attend", "encoded", "exact_attention", "numbers", "query_bits"]
+__all__ = ["attend", "encoded", "exact_attention", "numbers", "query_bits"]
 
-MOST_TOKENS = 1 << 17
-BITS = 22  # of keys and values
-SUM_BITS = 30
-GRID = 40
-LEAST = -98
 _EXACT_SUM = 1 << 13  # terms of at most 2**40 whose sum float64 holds
-_TILE = 1 << 17  # scores computed at a time: what is made on the way stays in the cache
+_MANY_ROWS = 16
+_TILE = 1 << 19  # scores computed at a time: what is made on the way stays in the cache
 
 
 def query_bits(size: int) -> int:
     """Bits of a query's numbers: their products with a key's, ``size`` of them, stay below 2**53."""
-    return 53 - BITS - (size - 1).bit_length()
+    return 53 - KEY_BITS - (size - 1).bit_length()
 
 
 def numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Rows as whole numbers, float64 [..., size], and 2**(E - bits), [..., 1]: NaN for a row that is not finite."""
+    if compiled.serves(x):
+        rows = compiled.encode(x, bits)
+        return rows[..., :-1], rows[..., -1:]
     x = x.float()
     field = (x.abs().amax(-1, keepdim=True).view(torch.int32) >> 23).clamp_(LEAST + 126)
     up = ((bits + 126 + 1023 - field.long()) << 52).view(torch.float64)
@@ -56,7 +57,7 @@ def numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def encoded(x: Tensor) -> Tensor:
     """Rows of keys or values as they are kept in a cache: `numbers` of 22 bits with their scale, float64 [..., size + 1]."""
-    return torch.cat(numbers(x, BITS), -1)
+    return compiled.encode(x, KEY_BITS) if compiled.serves(x) else torch.cat(numbers(x, KEY_BITS), -1)
 
 
 def _sealed(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,6 +83,13 @@ def _below(x: Tensor) -> Tensor:
     return (x.view(torch.int64) >> 52) - 1022
 
 
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """The exact products [groups, rows, tokens] x [groups, tokens, size]; of many rows transposed, which is faster."""
+    if weights.shape[1] < _MANY_ROWS:
+        return torch.bmm(weights, values)
+    return torch.bmm(values.transpose(1, 2), weights.transpose(1, 2)).transpose(1, 2).contiguous()
+
+
 def attend(query: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, hidden: Tensor | None, factor: float) -> Tensor:
     """Attention of some queries to all of the keys given.
 
@@ -98,7 +106,12 @@ def attend(query: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, hidden: T
     tokens = keys.shape[2]
     q, k, v = (t.reshape(batch * groups, -1, t.shape[3]) for t in (query[0], keys, values))
     scores = torch.bmm(q, k[..., :size].transpose(1, 2))
-    scores.mul_(query[1].reshape(batch * groups, rows, 1)).mul_(k[..., size:].transpose(1, 2)).mul_(factor)
+    scale = query[1].reshape(batch * groups, rows, 1)
+    if compiled.serves(scores):
+        unseen = None if hidden is None else hidden[:, 0].expand(-1, rows, -1)
+        up, weight = compiled.attend_weights(scores, scale[..., 0], k[..., size], v[..., size], unseen, factor)
+        return _weighted(scores, v[..., :size]).mul_(up).div_(weight).view(batch, groups, rows, size)
+    scores.mul_(scale).mul_(k[..., size:].transpose(1, 2)).mul_(factor)
     if hidden is not None:
         last = scores.view(batch, groups, rows, tokens)[..., tokens - hidden.shape[-1] :]
         last.masked_fill_(hidden, float("-inf"))
@@ -109,7 +122,7 @@ def attend(query: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, hidden: T
     h = g.mul_(((GRID + 1023 - e) << 52).view(torch.float64)).round_()
     f = _below(_exact_sum(h)).clamp_min_(0)
     w = h.mul_(((SUM_BITS + 1023 - f) << 52).view(torch.float64)).round_()
-    out = torch.bmm(w, v[..., :size])
+    out = _weighted(w, v[..., :size])
     out.mul_(((f + e - (SUM_BITS + GRID) + 1023) << 52).view(torch.float64)).div_(weight)
     return out.view(batch, groups, rows, size)
 
@@ -151,7 +164,7 @@ def exact_attention(module: Any, query: Tensor, key: Any, value: Any, attention_
         raise UsageError(
             f"a context of {step.slots_needed} tokens is longer than the {MOST_TOKENS} that the exact tier's bits are made for."
         )
-    new_keys, new_values = _sealed(*encoded(torch.stack([new_keys, new_values])).unbind(0))
+    new_keys, new_values = _sealed(*shown("encode", encoded, torch.stack([new_keys, new_values])).unbind(0))
     keys, values = layer.room(step.slots_needed, new_keys, new_values)
     step.store(layer, keys, values, new_keys, new_values)
     factor = (size**-0.5 if scaling is None else float(scaling)) * UNIT

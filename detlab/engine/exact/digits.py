@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from detlab.engine.canonical import unobserved
+from detlab.engine.exact import compiled
+from detlab.engine.exact.constants import DIGITS, LEAST, ROW_BITS
 
-__all__ = ["BITS", "DIGITS", "LEAST", "MOST_TERMS", "Rows", "pow2", "rows_of", "signed", "weight_digits"]
+__all__ = ["Rows", "pow2", "rows_of", "signed", "weight_digits"]
 
-DIGITS = 4
-BITS = 27  # of a row's largest element: 6 in the first digit, 7 in each of the others
-LEAST = -98  # the smallest exponent E: 2**(27 - E) must be a float32
-MOST_TERMS = 1 << 16  # of one sum: four products of 64 * 64 for each stay within int32
 _FIELD = LEAST + 126  # the exponent field of a float32 with that E
 _NOT_FINITE = 255
 _OFFSET = 64 * (1 + 128 + 128**2 + 128**3)  # makes every digit of q + _OFFSET one of 0..128, to be cut out by shifts
@@ -66,7 +64,7 @@ def _quantise(x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         bad = field == _NOT_FINITE
         x = x.masked_fill(bad, 0.0)  # before any cast to integers
         field = field.masked_fill(bad, _FIELD)
-    scale = ((BITS + 126 + 127 - field) << 23).view(torch.float32)
+    scale = ((ROW_BITS + 126 + 127 - field) << 23).view(torch.float32)
     return (x * scale).round_(), scale, bad
 
 
@@ -76,10 +74,13 @@ def rows_of(x: Tensor) -> Rows:
     Args:
         x: [M, K], float32, bfloat16 or float16; M and K at least 1.
     """
-    q, scale, bad = _quantise(x.float())
+    if compiled.serves(x):
+        digits, scale, bad = compiled.cut(x)
+        return Rows(digits, scale, bad if bool(bad.any()) else None)
+    q, scale, bad_rows = _quantise(x.float())
     shifts, masks = _cutters(x.device)
     digits = (q.to(torch.int32).add_(_OFFSET) >> shifts).to(torch.uint8).bitwise_and_(masks)
-    return Rows(digits, scale.double().reciprocal_(), bad)
+    return Rows(digits, scale.double().reciprocal_(), bad_rows)
 
 
 def signed(digits: Tensor) -> Tensor:
@@ -98,11 +99,9 @@ def weight_digits(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     digits = torch.empty(DIGITS, *weight.shape, dtype=torch.int8, device=weight.device)
     exponents = torch.empty(weight.shape[0], dtype=torch.int32, device=weight.device)
-    shifts, masks = _cutters(weight.device)
     step = max(1, (1 << 20) // weight.shape[1])  # a piece at a time: what is made on the way is several times the digits
     for start in range(0, weight.shape[0], step):
-        q, scale, _ = _quantise(weight[start : start + step].float())
-        cut = (q.to(torch.int32).add_(_OFFSET) >> shifts).to(torch.uint8).bitwise_and_(masks)
-        digits[:, start : start + step] = signed(cut)
-        exponents[start : start + step] = BITS + 127 - (scale[:, 0].view(torch.int32) >> 23)
+        rows = rows_of(weight[start : start + step])
+        digits[:, start : start + step] = signed(rows.digits)
+        exponents[start : start + step] = ROW_BITS - 1023 + (rows.scale[:, 0].view(torch.int64) >> 52)
     return digits, exponents

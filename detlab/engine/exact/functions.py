@@ -7,11 +7,9 @@ the result rounded to the model's dtype at the end (to float32, and from there t
 
 from __future__ import annotations
 
-import decimal
-import math
 from collections.abc import Callable
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,30 +17,15 @@ from torch import Tensor, nn
 from transformers import activations
 
 from detlab.engine.canonical import unobserved
+from detlab.engine.exact import compiled
+from detlab.engine.exact.constants import EXP2_TERMS, GELU_CUBE, GELU_UNIT, MAGIC, STEPS, UNIT, powers
 from detlab.engine.exact.linear import rounded
 from detlab.engine.exact.shown import shown
 from detlab.errors import UsageError
 
-__all__ = ["STEPS", "UNIT", "activation_of", "exp", "exp2_", "powers", "softmax"]
+__all__ = ["FUNCTIONS", "activation_of", "evaluate", "exp", "exp2_", "softmax"]
 
-#: Added to a float64 below 2**51 it leaves the nearest whole number, ties to even, in the last bits.
-MAGIC = 1.5 * 2.0**52
-#: Parts of an octave: 2**(1 / 1024) is the step of the table.
-STEPS = 1024
-#: Steps in one unit of the natural logarithm: 1024 * log2 e.
-UNIT = 1024.0 * float.fromhex("0x1.71547652b82fep+0")
-_LN2 = Fraction(float.fromhex("0x1.62e42fefa39efp-1"))
-#: 2**(f / 1024) as a polynomial in f: (ln 2 / 1024)**n / n!; what is left out is below 2**-37 for |f| <= 1/2.
-EXP2_TERMS = tuple(float((_LN2 / STEPS) ** n / math.factorial(n)) for n in range(3))
 _LIMIT = 1000.0 * STEPS  # what lies outside is as good as 0 or infinity
-
-
-@lru_cache(maxsize=1)
-@unobserved
-def powers() -> tuple[float, ...]:
-    """2**(j / 1024) for j = 0..1023, rounded to float64 from 40 digits."""
-    with decimal.localcontext(prec=40):
-        return tuple(float(decimal.Decimal(2) ** (decimal.Decimal(j) / STEPS)) for j in range(STEPS))
 
 
 @lru_cache(maxsize=16)
@@ -89,12 +72,9 @@ def _silu(x: Tensor) -> Tensor:
     return x / _exp2(x * -UNIT).add_(1.0)
 
 
-# 0.5 * (1 + tanh(u)) is 1 / (1 + exp(-2 u)), which does not cancel for negative u.
-_TANH_UNIT = -2.0 * float.fromhex("0x1.9884533d43651p-1") * UNIT  # -2 * sqrt(2 / pi), in steps
-
-
 def _gelu_tanh(x: Tensor) -> Tensor:
-    return x / _exp2((x * x).mul_(0.044715).add_(1.0).mul_(x).mul_(_TANH_UNIT)).add_(1.0)
+    """1 / (1 + exp(-2 u)) for 0.5 * (1 + tanh(u)), which does not cancel for negative u."""
+    return x / _exp2((x * x).mul_(GELU_CUBE).add_(1.0).mul_(x).mul_(GELU_UNIT)).add_(1.0)
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -151,22 +131,6 @@ def _relu(x: Tensor) -> Tensor:
 _PIECE = 1 << 15  # elements computed at a time: what is made on the way stays in the cache
 
 
-def _of_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function of a tensor of the model's dtype, rounded once; element by element, whatever the shape."""
-
-    def apply(x: Tensor) -> Tensor:
-        if x.numel() <= _PIECE:
-            return rounded(function(x.double()), x.dtype)
-        flat = x.reshape(-1)
-        out = torch.empty_like(flat)
-        step = _PIECE * max(1, torch.get_num_threads())
-        for start in range(0, flat.numel(), step):
-            out[start : start + step] = rounded(function(flat[start : start + step].double()), x.dtype)
-        return out.view(x.shape)
-
-    return apply
-
-
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": _silu,
     "gelu": _gelu,
@@ -190,6 +154,21 @@ _MODULES: dict[type[nn.Module], str] = {
 }
 
 
+def evaluate(name: str, x: Tensor) -> Tensor:
+    """An activation of `FUNCTIONS`, of a tensor of the model's dtype, rounded once; element by element, whatever the shape."""
+    if name in compiled.ACTIVATIONS and compiled.serves(x):
+        return compiled.activation(name, x)
+    function = FUNCTIONS[name]
+    if x.numel() <= _PIECE:
+        return rounded(function(x.double()), x.dtype)
+    flat = x.reshape(-1)
+    out = torch.empty_like(flat)
+    step = _PIECE * max(1, torch.get_num_threads())
+    for start in range(0, flat.numel(), step):
+        out[start : start + step] = rounded(function(flat[start : start + step].double()), x.dtype)
+    return out.view(x.shape)
+
+
 def activation_of(module: Any, what: str) -> Callable[[Tensor], Tensor]:
     """The exact function of an activation module, for tensors of the model's dtype.
 
@@ -204,8 +183,7 @@ def activation_of(module: Any, what: str) -> Callable[[Tensor], Tensor]:
             f"{what} is a {type(module).__name__}, which the exact tier has no arithmetic of its own for; it has "
             f"{', '.join(FUNCTIONS)}."
         )
-    function = _of_pieces(FUNCTIONS[name])
-    return lambda x: shown("activation", function, x)
+    return lambda x: shown("activation", partial(evaluate, name), x)
 
 
 def softmax(x: Tensor) -> Tensor:

@@ -25,7 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from detlab.engine.canonical import unobserved
-from detlab.engine.exact.digits import DIGITS, MOST_TERMS, Rows, pow2, rows_of, signed, weight_digits
+from detlab.engine.exact import compiled
+from detlab.engine.exact.constants import DIGITS, MOST_TERMS
+from detlab.engine.exact.digits import Rows, pow2, rows_of, signed, weight_digits
 from detlab.engine.exact.shown import shown
 from detlab.errors import UsageError
 
@@ -35,8 +37,8 @@ __all__ = ["KERNELS", "SPEC", "ExactLinear", "Prepared", "int_products", "prepar
 SPEC = "tri4"
 KERNELS = ("packed", "int8", "float64")
 _FLOAT32_INTEGERS = 1 << 24  # float32 holds every whole number up to it
-_WIDEST = 16384  # columns of one product
-_ROWS = 256  # rows of one product, times four digits
+_WIDEST = 8192  # columns of one product
+_ROWS = 128  # rows of one product, times four digits
 _CACHED = 1 << 20  # results of one product: they stay in the cache until they are put together
 
 
@@ -131,7 +133,9 @@ def _places(device: torch.device) -> Tensor:
 
 
 def _together(sums: Tensor) -> Tensor:
-    """T, float64 [M, N], from its four blocks."""
+    """T, float64 [M, N], from its four blocks; T itself stays as it is."""
+    if sums.dtype == torch.float64:
+        return sums
     total = _places(sums.device) @ sums.double().view(DIGITS, -1)  # whole numbers below 2**50, in any order
     return total.view(-1, sums.shape[1])
 
@@ -168,15 +172,15 @@ class ExactLinear:
             self._blocks.append((start, stop, self._product(digits[:, start:stop])))
 
     def _product(self, digits: Tensor) -> Callable[[Tensor], Tensor]:
-        """What computes T, float64 [M, N], of digits + 64, uint8 [4, M, K]."""
+        """What computes of digits + 64, uint8 [4, M, K], T, float64 [M, N], or its four blocks, float32 or int32 [4 M, N]."""
         if self.kernel == "packed":
             return _packed(digits)
         planes = list(digits.unbind(0))
         if self.kernel == "int8" and digits.shape[2] == 1:  # torch._int_mm mistakes one column, transposed
             planes = [F.pad(plane, (0, 1)) for plane in planes]
-            return lambda x: _together(int_products(F.pad(signed(x).view(-1, 1), (0, 1)), planes))
+            return lambda x: int_products(F.pad(signed(x).view(-1, 1), (0, 1)), planes)
         if self.kernel == "int8":
-            return lambda x: _together(int_products(signed(x).view(-1, x.shape[2]), planes))
+            return lambda x: int_products(signed(x).view(-1, x.shape[2]), planes)
         return lambda x: float_products(x, planes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -185,24 +189,30 @@ class ExactLinear:
 
     def _apply(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.num_in)
-        if len(flat) == 1:
-            out = self._of(flat)
-        else:
-            out = x.new_empty(len(flat), self.num_out)
-            step = max(8, min(_ROWS, _CACHED // self.num_out))
-            for start in range(0, len(flat), step):
-                out[start : start + step] = self._of(flat[start : start + step])
+        out = x.new_empty(len(flat), self.num_out)
+        step = max(8, min(_ROWS, _CACHED // self.num_out))
+        for start in range(0, len(flat), step):
+            self._write(flat[start : start + step], out[start : start + step])
         return out.view(*x.shape[:-1], self.num_out)
 
-    def _of(self, x: Tensor) -> Tensor:
+    def _write(self, x: Tensor, out: Tensor) -> None:
         rows = rows_of(x)
-        pieces = [self.result(product(rows.digits), rows, x.dtype, start, stop) for start, stop, product in self._blocks]
-        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-        return out if rows.bad is None else out.masked_fill_(rows.bad, float("nan"))
+        wide = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        for start, stop, product in self._blocks:
+            sums = product(rows.digits)
+            if sums.dtype != torch.float64 and compiled.serves(sums):
+                bias = None if self.bias is None else self.bias[start:stop]
+                compiled.put_together(sums, rows.scale, self.scale[start:stop], bias, rows.bad, wide, start)
+            else:
+                wide[:, start:stop] = self.result(_together(sums), rows, torch.float32, start, stop)
+                if rows.bad is not None:
+                    wide[:, start:stop].masked_fill_(rows.bad, float("nan"))
+        if wide is not out:
+            out.copy_(wide)
 
     def sums(self, digits: Tensor) -> Tensor:
         """T, float64 [M, N], of digits + 64, uint8 [4, M, K]: whole numbers, which may be added to those of other terms."""
-        pieces = [product(digits) for _, _, product in self._blocks]
+        pieces = [_together(product(digits)) for _, _, product in self._blocks]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
     def result(self, total: Tensor, rows: Rows, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
@@ -214,14 +224,14 @@ class ExactLinear:
 
 
 def _packed(digits: Tensor) -> Callable[[Tensor], Tensor]:
-    """A packed product, its terms cut in two where their sum could leave the whole numbers of float32."""
+    """The blocks of a packed product, or T, its terms cut in two where their sum could leave the whole numbers of float32."""
     size = digits.shape[2]
     sizes = torch.stack([plane.abs().sum(1, dtype=torch.int32) for plane in digits.unbind(0)])
     largest = 64 * int(sizes.sum(0).max())  # no sum of products with digits of x is larger
     if largest > _FLOAT32_INTEGERS:
         half = size // 2
         left, right = _packed(digits[:, :, :half]), _packed(digits[:, :, half:])
-        return lambda x: left(x[:, :, :half].contiguous()).add_(right(x[:, :, half:].contiguous()))
+        return lambda x: _together(left(x[:, :, :half].contiguous())) + _together(right(x[:, :, half:].contiguous()))
     planes = [_pack(plane) for plane in digits.unbind(0)]
     ones, zeros = torch.ones(digits.shape[1]), torch.zeros(digits.shape[1], dtype=torch.int32)
-    return lambda x: _together(packed_products(x.view(-1, size), planes, ones, zeros))
+    return lambda x: packed_products(x.view(-1, size), planes, ones, zeros)

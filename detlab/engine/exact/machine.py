@@ -1,4 +1,4 @@
-"""Asks a machine whether its integers are exact, at the worst case, before anything is computed with them."""
+"""Asks a machine whether its arithmetic is exact, at the worst case, before anything is computed with it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from detlab import bits
 from detlab.engine.canonical import unobserved
-from detlab.engine.exact.digits import DIGITS
-from detlab.engine.exact.linear import KERNELS, ExactLinear, Prepared
+from detlab.engine.exact import compiled
+from detlab.engine.exact.attention import attend, encoded, numbers, query_bits
+from detlab.engine.exact.constants import DIGITS, UNIT
+from detlab.engine.exact.digits import rows_of
+from detlab.engine.exact.functions import evaluate
+from detlab.engine.exact.linear import KERNELS, ExactLinear, Prepared, prepare
+from detlab.engine.exact.norms import layer_norm, rms_norm
 from detlab.errors import MachineError, UsageError
 
-__all__ = ["check_arithmetic", "choose_kernel", "is_exact"]
+__all__ = ["check_arithmetic", "choose_kernel", "is_exact", "steps_agree"]
 
 _SLOW = 30.0  # times the float64 product: an int8 product that slow is emulated
 
@@ -83,6 +89,54 @@ def check_arithmetic(device: torch.device | str = "cpu") -> None:
         raise MachineError("a float64 product of matrices of whole numbers is not exact here; the exact tier needs that.")
 
 
+# --------------------------------------------------------------------------------------------------- the compiled steps
+def _all_kinds(rows: int, size: int, seed: int) -> Tensor:
+    """Float32 rows: plain, large beside small, tiny, subnormal, zero, near the largest, ties of a rounding, not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-(2**20), 2**20, (rows, size), generator=generator).float() / 2**17
+    for row, scale in enumerate((1.0, 1.0, 2.0**-110, 2.0**-140, 0.0, 2.0**124)):
+        x[row] *= scale
+    x[1, ::7] *= 1000.0
+    x[6] = x[6].round() + 0.5
+    x[7, 3], x[8, 5] = float("nan"), float("-inf")
+    return x
+
+
+def _steps() -> list[Tensor]:
+    """What the steps that can be compiled make of such rows."""
+    x, size = _all_kinds(24, 67, 1), 67
+    weight, bias = x[9].double(), x[10].double()
+    rows = rows_of(x)
+    layer = ExactLinear([prepare(_all_kinds(24, size, 2)[9:])], [x[11, :15]], "float64" if not is_exact("int8") else "int8")
+    query, keys, values = numbers(x[None, None, 9:], query_bits(size)), encoded(x[None, None]), encoded(x[None, None] * 3.0)
+    finite = torch.ones(24, dtype=torch.bool).index_fill_(0, torch.tensor([7, 8]), value=False)
+    hidden = torch.ones(15, 15, dtype=torch.bool).triu_(1)[None, None]
+    seen = [attend(query, keys[:, :, part], values[:, :, part], mask, UNIT / 8.0)
+            for part, mask in ((finite, hidden), (finite, None), (slice(None), hidden))]  # fmt: skip
+    return [
+        rows.digits, rows.scale, layer(x), rms_norm(x, weight, 1e-6), layer_norm(x, weight, bias, 1e-5),
+        *(evaluate(name, x) for name in compiled.ACTIVATIONS), *query, keys, *seen,
+    ]  # fmt: skip
+
+
+def _alike(found: Tensor, expected: Tensor) -> bool:
+    """Bitwise equal, but that a NaN is a NaN."""
+    return bits.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)) and torch.equal(found.isnan(), expected.isnan())
+
+
+@lru_cache(maxsize=1)
+@unobserved
+def steps_agree() -> bool:
+    """Whether the compiled steps are there, and give the bits of the functions of tensors, on rows of all kinds."""
+    if not compiled.is_installed():
+        return False
+    with compiled.allowed(False):
+        expected = _steps()
+    with compiled.allowed(True):
+        found = _steps()
+    return all(_alike(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @lru_cache(maxsize=64)
 @unobserved
 def _seconds(kernel: str, device: torch.device, threads: int) -> float:
@@ -114,7 +168,7 @@ def _choice(device: torch.device, only: str | None) -> str:
 
 
 def choose_kernel(device: Any = "cpu", only: str | None = None) -> str:
-    """The first kernel that is exact here, and not emulated.
+    """The first kernel that is exact here, and not emulated. Allows the compiled steps where they agree with the others.
 
     Args:
         device: where the model is.
@@ -126,4 +180,5 @@ def choose_kernel(device: Any = "cpu", only: str | None = None) -> str:
     if only is not None and only not in KERNELS:
         raise UsageError(f"kernel={only!r} is not known; choose from {', '.join(KERNELS)}.")
     check_arithmetic(device)  # each time: what it asks for can be switched while a process runs
+    compiled.use(steps_agree())
     return _choice(torch.device(device), only)

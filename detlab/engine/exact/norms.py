@@ -19,20 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from detlab.engine.exact.digits import LEAST, MOST_TERMS
+from detlab.engine.exact import compiled
+from detlab.engine.exact.constants import LEAST, MOST_TERMS, NORM_GRID
 from detlab.engine.exact.linear import rounded
 from detlab.engine.exact.shown import shown
 from detlab.errors import UsageError
 
 __all__ = ["is_norm", "layer_norm", "norm_of", "rms_norm"]
 
-GRID = 36
-
-
 def _up(x: Tensor) -> Tensor:
     """2**(18 - E) of float64 rows, [..., 1], with |x| < 2**E and E at least -98; any number where a row is not finite."""
     e = (x.abs().amax(-1, keepdim=True).view(torch.int64) >> 52).clamp_min_(LEAST + 1022)
-    return ((GRID // 2 + 1022 + 1023 - e) << 52).view(torch.float64)
+    return ((NORM_GRID // 2 + 1022 + 1023 - e) << 52).view(torch.float64)
 
 
 def _standard(x: Tensor, eps: float) -> Tensor:
@@ -46,6 +44,8 @@ def _standard(x: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm over the last dimension of x, in x's dtype; weight: float64 [K] or None."""
+    if compiled.serves(x):
+        return compiled.norm(x, weight, None, eps, is_centred=False)
     if x.numel() > _PIECE:
         return _of_pieces(lambda piece: rms_norm(piece, weight, eps), x)
     y = _standard(x.double(), eps)
@@ -54,11 +54,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm over the last dimension of x, in x's dtype; weight, bias: float64 [K] or None."""
+    if compiled.serves(x):
+        return compiled.norm(x, weight, bias, eps, is_centred=True)
     if x.numel() > _PIECE:
         return _of_pieces(lambda piece: layer_norm(piece, weight, bias, eps), x)
     wide = x.double()
     up = _up(wide)
-    fine = up * 2.0 ** (GRID // 2)
+    fine = up * 2.0 ** (NORM_GRID // 2)
     total = (wide * fine).round_().sum(-1, keepdim=True)
     mean = total.div_(fine).mul_(1.0 / x.shape[-1])
     y = _standard(wide - mean, eps)

@@ -16,11 +16,10 @@ from fractions import Fraction
 
 import torch
 
-from detlab.engine.exact import attention as fast_attention
+from detlab.engine.exact import constants
 from detlab.engine.exact import functions as fast_functions
-from detlab.engine.exact import norms as fast_norms
 from detlab.engine.exact import rotary as fast_rotary
-from detlab.engine.exact.digits import BITS, DIGITS, LEAST
+from detlab.engine.exact.constants import DIGITS, GRID, KEY_BITS, LEAST, MAGIC, NORM_GRID, ROW_BITS, STEPS, SUM_BITS, UNIT
 
 __all__ = ["attention", "cos_sin", "experts", "exponent", "function", "layer_norm", "linear", "rms_norm", "routing", "softmax"]
 
@@ -74,11 +73,11 @@ def linear(x: Row, weight: Sequence[Row], bias: Row | None, cast: Cast) -> list[
     """
     if not is_finite(x):
         return [NAN] * len(weight)
-    numbers, e_x = quantised(x, BITS)
+    numbers, e_x = quantised(x, ROW_BITS)
     cut = [digits(q) for q in numbers]
     out = []
     for n, row in enumerate(weight):
-        w_numbers, e_w = quantised(row, BITS)
+        w_numbers, e_w = quantised(row, ROW_BITS)
         w_cut = [digits(q) for q in w_numbers]
         total = sum(
             a[i] * w[j] * 128 ** (3 - i - j) for a, w in zip(cut, w_cut, strict=True) for i in range(4) for j in range(4 - i)
@@ -94,18 +93,18 @@ def exp2(t: float, shift: int = 0) -> float:
 
     ((f * c2 + c1) * f + 1) * (2**(j / 1024), rounded to float64, times 2**(k + shift)).
     """
-    n = (t + fast_functions.MAGIC) - fast_functions.MAGIC
+    n = (t + MAGIC) - MAGIC
     f = t - n
-    k, j = divmod(int(n), fast_functions.STEPS)
-    _, c1, c2 = fast_functions.EXP2_TERMS
-    return ((f * c2 + c1) * f + 1.0) * (fast_functions.powers()[j] * 2.0 ** (k + shift))
+    k, j = divmod(int(n), STEPS)
+    _, c1, c2 = constants.EXP2_TERMS
+    return ((f * c2 + c1) * f + 1.0) * (constants.powers()[j] * 2.0 ** (k + shift))
 
 
 def exp(x: float, factor: float = 1.0) -> float:
     """e**(x * factor) = 2**(t / 1024), t = x * (factor * 1024 log2 e), the product rounded once, kept within +-1024000."""
     if math.isnan(x):
         return NAN
-    return exp2(min(1024000.0, max(-1024000.0, x * (factor * fast_functions.UNIT))))
+    return exp2(min(1024000.0, max(-1024000.0, x * (factor * UNIT))))
 
 
 def _tanh(x: float) -> float:
@@ -141,7 +140,7 @@ def _gelu(x: float) -> float:
 
 def _gelu_tanh(x: float) -> float:
     """Returns x / (1 + exp(((x * x * 0.044715 + 1) * x) * -2 sqrt(2 / pi)))."""
-    return x / (exp(((x * x) * 0.044715 + 1.0) * x, fast_functions._TANH_UNIT / fast_functions.UNIT) + 1.0)
+    return x / (exp(((x * x) * 0.044715 + 1.0) * x, constants.GELU_UNIT / UNIT) + 1.0)
 
 
 _FUNCTIONS: dict[str, Callable[[float], float]] = {
@@ -165,13 +164,13 @@ def softmax(row: Row, cast: Cast) -> list[float]:
     top = max(row)
     if any(math.isnan(x) for x in row) or top == math.inf:
         return [NAN] * len(row)
-    p = [round(exp2(max(-65536.0, (x - top) * fast_functions.UNIT), 40)) for x in row]
+    p = [round(exp2(max(-65536.0, (x - top) * UNIT), 40)) for x in row]
     return [cast(float(value) / float(sum(p))) for value in p]
 
 
 def cos_sin(angle: float) -> tuple[float, float]:
     """With k = round(angle * 2 / pi): r = ((angle - k a) - k b) - k c; Taylor's series; the quarter that k names."""
-    k = (angle * fast_rotary.TWO_OVER_PI + fast_functions.MAGIC) - fast_functions.MAGIC
+    k = (angle * fast_rotary.TWO_OVER_PI + MAGIC) - MAGIC
     r = angle
     for part in fast_rotary.HALF_PI:
         r = r - k * part
@@ -194,9 +193,9 @@ def _mean_square(row: Row) -> float:
     S * 2**(2 E - 36), exact, times the float64 nearest to 1 / K.
     """
     e = exponent(row)
-    scaled = [x * 2.0 ** (fast_norms.GRID // 2 - e) for x in row]
+    scaled = [x * 2.0 ** (NORM_GRID // 2 - e) for x in row]
     total = sum(round(z * z) for z in scaled)
-    return float(total) * 2.0 ** (2 * e - fast_norms.GRID) * (1.0 / len(row))
+    return float(total) * 2.0 ** (2 * e - NORM_GRID) * (1.0 / len(row))
 
 
 def rms_norm(x: Row, weight: Row, eps: float, cast: Cast) -> list[float]:
@@ -212,8 +211,8 @@ def layer_norm(x: Row, weight: Row, bias: Row, eps: float, cast: Cast) -> list[f
     if not is_finite(x):
         return [NAN] * len(x)
     e = exponent(x)
-    total = sum(round(Fraction(value) * Fraction(2) ** (fast_norms.GRID - e)) for value in x)
-    mean = float(total) * 2.0 ** (e - fast_norms.GRID) * (1.0 / len(x))
+    total = sum(round(Fraction(value) * Fraction(2) ** (NORM_GRID - e)) for value in x)
+    mean = float(total) * 2.0 ** (e - NORM_GRID) * (1.0 / len(x))
     left = [value - mean for value in x]
     r = 1.0 / math.sqrt(_mean_square(left) + eps)
     return [cast(value * r * w + b) for value, w, b in zip(left, weight, bias, strict=True)]
@@ -229,8 +228,8 @@ def attention(query: Row, keys: Sequence[Row], values: Sequence[Row], scaling: f
     size = len(query)
     if not all(is_finite(row) for row in (query, *keys, *values)):
         return [NAN] * size
-    b_q, b_k = fast_attention.query_bits(size), fast_attention.BITS
-    factor = scaling * fast_functions.UNIT
+    b_q, b_k = (53 - KEY_BITS - (size - 1).bit_length()), KEY_BITS
+    factor = scaling * UNIT
     q, e_q = quantised(query, b_q)
     scores = []
     for row in keys:
@@ -238,17 +237,17 @@ def attention(query: Row, keys: Sequence[Row], values: Sequence[Row], scaling: f
         total = sum(a * b for a, b in zip(q, k, strict=True))
         scores.append(float(Fraction(total) * Fraction(2) ** (e_q - b_q + e_k - b_k)) * factor)
     top = max(scores)
-    p = [round(exp2(max(-65536.0, score - top), fast_attention.GRID)) for score in scores]
-    v = [quantised(row, fast_attention.BITS) for row in values]
-    g = [Fraction(a) * Fraction(2) ** (e - fast_attention.BITS) for a, (_, e) in zip(p, v, strict=True)]
+    p = [round(exp2(max(-65536.0, score - top), GRID)) for score in scores]
+    v = [quantised(row, KEY_BITS) for row in values]
+    g = [Fraction(a) * Fraction(2) ** (e - KEY_BITS) for a, (_, e) in zip(p, v, strict=True)]
     e = max(-200, math.frexp(float(max(g)))[1])
-    h = [round(a * Fraction(2) ** (fast_attention.GRID - e)) for a in g]
+    h = [round(a * Fraction(2) ** (GRID - e)) for a in g]
     f = math.frexp(float(sum(h)))[1]
-    w = [round(Fraction(a) * Fraction(2) ** (fast_attention.SUM_BITS - f)) for a in h]
+    w = [round(Fraction(a) * Fraction(2) ** (SUM_BITS - f)) for a in h]
     out = []
     for d in range(size):
         total = sum(a * row[d] for a, (row, _) in zip(w, v, strict=True))
-        value = float(Fraction(total) * Fraction(2) ** (f + e - fast_attention.SUM_BITS - fast_attention.GRID))
+        value = float(Fraction(total) * Fraction(2) ** (f + e - SUM_BITS - GRID))
         out.append(cast(value / float(sum(p))))
     return out
 

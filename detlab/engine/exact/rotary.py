@@ -12,7 +12,7 @@ from torch import Tensor
 
 from detlab.engine.canonical import unobserved
 from detlab.engine.elementwise import RotaryTable
-from detlab.engine.exact.functions import MAGIC
+from detlab.engine.exact.constants import MAGIC
 from detlab.engine.exact.linear import rounded
 from detlab.errors import UsageError
 

@@ -25,6 +25,7 @@ def _run(*tensors: Tensor) -> Tensor:
 
 _ARGUMENTS = {
     "linear": "Tensor x", "norm": "Tensor x", "activation": "Tensor x", "softmax": "Tensor x",
+    "encode": "Tensor x",
     "experts": "Tensor x, Tensor index, Tensor weights", "attention": "Tensor query, Tensor keys, Tensor values",
 }  # fmt: skip
 for _name, _arguments in _ARGUMENTS.items():
@@ -36,9 +37,9 @@ def shown(name: str, part: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """What a part makes of tensors, as one op.
 
     Args:
-        name: "linear", "norm", "activation", "softmax" or "experts", whose rows are those of the first tensor, but for the last
-            dimension; "attention" of queries, [batch, heads, tokens, size], and of keys and values by slot, whose rows are the
-            queries'.
+        name: "linear", "norm", "activation", "softmax", "encode" or "experts", whose rows are those of the first tensor, but
+            for the last dimension; "attention" of queries, [batch, heads, tokens, size], and of keys and values by slot, whose
+            rows are the queries'.
         part: the part.
         tensors: its inputs.
     """

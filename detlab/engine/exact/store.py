@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from detlab import bits
-from detlab.engine.exact.digits import DIGITS
+from detlab.engine.exact.constants import DIGITS
 from detlab.engine.exact.linear import SPEC, Prepared, prepare
 from detlab.engine.experts import is_experts, is_router
 from detlab.engine.linear import weight_of

@@ -128,7 +128,7 @@ def _batched(a: Layout | None, b: Layout | None, shape: Sequence[int]) -> Layout
     return None if lead is None else (lead, a[1], b[2])
 
 
-@rule("linear", "_linear_pointwise", "mkldnn_linear", "exact_linear")
+@rule("linear", "_linear_pointwise", "mkldnn_linear", "exact_linear", "exact_encode")
 def _linear(op: Op) -> Layout | None:
     a = op.lay(0)
     return None if a is None else (*a[:-1], feature(shape_of(op)[-1]))

@@ -8,7 +8,7 @@ import torch
 
 import detlab
 from detlab.engine import session
-from detlab.engine.exact import functions, linear, machine, norms
+from detlab.engine.exact import compiled, functions, linear, machine, norms
 from detlab.engine.exact.split import SplitLinear
 from detlab.verify.serve import Way, logits_of
 
@@ -39,11 +39,12 @@ def split(x, weight, parts, seed):
 
 def main(names):
     kernel = machine.choose_kernel()
-    found = {"kernel": kernel, "isa": torch.backends.cpu.get_cpu_capability(), "exact": {}, "stock": {}}
+    found = {"kernel": kernel, "compiled": compiled.serves(torch.ones(1))}
+    found |= {"isa": torch.backends.cpu.get_cpu_capability(), "exact": {}, "stock": {}}
     x, weight = drawn(9, 300, seed=1) * 40, drawn(50, 300, seed=2)
     x[3] *= 1e-30
     found["parts"] = sorted({md5(split(x, weight, parts, seed)) for parts in (1, 2, 4, 7) for seed in (1, 2)})
-    found["functions"] = {name: md5(f(x.double())) for name, f in functions.FUNCTIONS.items()}
+    found["functions"] = {name: md5(functions.evaluate(name, x)) for name in functions.FUNCTIONS}
     small = torch.cat([x * 2.0**-118, x * 2.0**-126, x])
     halves = [linear.rounded(small.double(), dtype) for dtype in (torch.bfloat16, torch.float16)]
     found["functions"]["to 16 bits"] = md5(*halves)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import detlab
-from detlab.engine.exact import attention, digits, linear, machine
+from detlab.engine.exact import constants, linear, machine
 from detlab.errors import MachineError, UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,8 +22,14 @@ SETTINGS = {
     "ATen AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "MKL COMPATIBLE": {"MKL_CBWR": "COMPATIBLE"},
     "oneDNN AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "all": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "least": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "all": {
+        "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2", "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": "",
+    },
+    "least": {
+        "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41", "NUMBA_CPU_NAME": "generic",
+    },
+    "not compiled": {"NUMBA_DISABLE_JIT": "1"},
 }
 
 
@@ -51,6 +57,7 @@ def served_alone(setting):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_one_md5(setting):
     found, default = served(setting), served("default")
+    assert found["compiled"] == (setting != "not compiled")
     assert found["functions"] == default["functions"]
     assert found["parts"] == default["parts"] and len(found["parts"]) == 1
     for name in MODELS:
@@ -91,7 +98,7 @@ def test_the_longest_sum_of_the_largest_digits(kernel):
     """65,536 terms, all digits at their limits: what the bit budget is made for."""
     if not machine.is_exact(kernel):
         pytest.skip(f"the {kernel} product is not exact here, and refused")
-    x, weight = machine._extremes(3, digits.MOST_TERMS, 1), machine._extremes(3, digits.MOST_TERMS, 2)
+    x, weight = machine._extremes(3, constants.MOST_TERMS, 1), machine._extremes(3, constants.MOST_TERMS, 2)
     found = machine._products(x, weight, kernel)
     assert torch.equal(found, machine._expected(x, weight).double()) and float(found.abs().max()) < 2.0**50
 
@@ -149,5 +156,5 @@ def test_what_the_page_shows_is_so(capsys):
     code = page.split("```python\n")[1].split("```")[0]
     exec(compile(code, "exact-tier.md", "exec"), {})
     assert capsys.readouterr().out == "2 1\n" and "# 2 1: " in code
-    for number in (attention.MOST_TOKENS, digits.MOST_TERMS):
+    for number in (constants.MOST_TOKENS, constants.MOST_TERMS):
         assert f"{number:,}" in page

@@ -5,16 +5,20 @@ Hypothesis draws the numbers; derandomised, so that a run is like the one before
 
 from functools import reduce
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detlab.engine.exact import functions, linear, norms, reference
 from detlab.engine.exact.attention import _sealed, attend, encoded, numbers, query_bits
+from detlab.engine.exact.constants import UNIT
 from detlab.engine.exact.machine import is_exact
 from detlab.engine.exact.split import SplitLinear
 from tests.bit_classes import bitwise_equal
 from tests.engine.exact.test_reference import rows, same
+
+pytestmark = pytest.mark.usefixtures("steps")
 
 few = settings(max_examples=20, derandomize=True, deadline=None, database=None)
 KERNELS = [kernel for kernel in linear.KERNELS if is_exact(kernel)]
@@ -111,11 +115,11 @@ def test_attention_in_any_order_is_the_definition(data, sizes):
     q, k, v = data.draw(matrix(1, size, bounded)), data.draw(matrix(tokens, size, bounded)), data.draw(matrix(tokens, size))
     query = numbers(q[None, None], query_bits(size))
     keys, values = (t[None, None] for t in _sealed(encoded(k), encoded(v)))
-    found = attend(query, keys, values, None, functions.UNIT)
+    found = attend(query, keys, values, None, UNIT)
     cast = reference.cast_to(torch.float32)
     assert same(found[0, 0].float(), [reference.attention(row, rows(k), rows(v), 1.0, cast) for row in rows(q)])
     order = torch.tensor(data.draw(st.permutations(range(tokens))))
-    assert bitwise_equal(attend(query, keys[:, :, order], values[:, :, order], None, functions.UNIT), found)
+    assert bitwise_equal(attend(query, keys[:, :, order], values[:, :, order], None, UNIT), found)
 
 
 def test_floating_point_is_not_so():

@@ -5,11 +5,14 @@ import math
 import pytest
 import torch
 
-from detlab.engine.exact import attention, functions, linear, norms, reference, rotary
-from detlab.engine.exact.attention import BITS, _sealed, attend, encoded, numbers, query_bits
+from detlab.engine.exact import functions, linear, norms, reference, rotary
+from detlab.engine.exact.attention import _sealed, attend, encoded, numbers, query_bits
+from detlab.engine.exact.constants import KEY_BITS, MOST_TOKENS, UNIT
 from detlab.engine.exact.digits import rows_of, signed
 from detlab.engine.exact.experts import _sum_in_order, chosen, combined
 from tests.bit_classes import bitwise_equal, draw
+
+pytestmark = pytest.mark.usefixtures("steps")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = torch.finfo(torch.float32).max
@@ -76,7 +79,7 @@ def test_functions(name):
     values = torch.cat([torch.tensor(special), draw(200, seed=1) * 12, draw(60, seed=2) / 50])
     for dtype in DTYPES[:2]:
         x = values.to(dtype)
-        actual = functions._of_pieces(functions.FUNCTIONS[name])(x)
+        actual = functions.evaluate(name, x)
         assert same(actual, [reference.function(name, v, reference.cast_to(dtype)) for v in rows(x)])
 
 
@@ -127,7 +130,7 @@ def test_norms_are_accurate():
 @pytest.mark.parametrize("size", [1, 5, 64, 256])
 def test_attention(size):
     bits = query_bits(size)
-    assert bits + BITS + math.ceil(math.log2(size)) <= 53
+    assert bits + KEY_BITS + math.ceil(math.log2(size)) <= 53
     for tokens, seed in ((1, 1), (3, 2), (17, 3), (30, 4)):
         for factor in (1.0, 300.0):
             q, k, v = draw(4, size, seed=seed) * factor, hostile(tokens, size, torch.float32, seed), draw(tokens, size, seed=9)
@@ -136,7 +139,7 @@ def test_attention(size):
             v[-1] *= 2.0**-80
             scaling = size**-0.5
             keys, values = _sealed(encoded(k), encoded(v))
-            out = attend(numbers(q[None, None], bits), keys[None, None], values[None, None], None, scaling * functions.UNIT)
+            out = attend(numbers(q[None, None], bits), keys[None, None], values[None, None], None, scaling * UNIT)
             cast = reference.cast_to(torch.float32)
             assert same(out[0, 0].float(), [reference.attention(row, rows(k), rows(v), scaling, cast) for row in rows(q)])
 
@@ -160,12 +163,12 @@ def test_attention_in_any_order_and_with_what_is_not_seen():
 
 def test_attention_of_the_most_tokens():
     """The longest context: sums of more terms than float64 adds exactly go on in whole numbers of 64 bits."""
-    tokens = attention.MOST_TOKENS
+    tokens = MOST_TOKENS
     q, k, v = draw(1, 1, 1, 2, seed=1), draw(1, 1, tokens, 2, seed=2) / 64, draw(1, 1, tokens, 2, seed=3)
     k[0, 0, tokens // 2 :] = 0.0  # half of them of one weight, and so most of them near the largest there is
     out = attend(numbers(q, query_bits(2)), encoded(k), encoded(v), None, 512.0)
     cast = reference.cast_to(torch.float32)
-    expected = reference.attention(rows(q)[0][0][0], rows(k)[0][0], rows(v)[0][0], 512.0 / functions.UNIT, cast)
+    expected = reference.attention(rows(q)[0][0][0], rows(k)[0][0], rows(v)[0][0], 512.0 / UNIT, cast)
     assert same(out[0, 0, 0].float(), expected)
 
 
