@@ -67,7 +67,7 @@ def _kernels() -> ModuleType:
 
 
 # ------------------------------------------------------------------------------------------------------------- threads
-_SHARE = 1 << 14  # elements worth a thread
+_SHARE = 1 << 16  # elements worth a thread
 
 
 @lru_cache(maxsize=4)

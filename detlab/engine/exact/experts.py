@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from detlab.engine.exact.functions import softmax
-from detlab.engine.exact.linear import ExactLinear, Prepared, prepare, rounded
+from detlab.engine.exact.linear import ExactLinear, Prepared, Unprepared, rounded
 from detlab.engine.exact.shown import shown
 from detlab.errors import UsageError
 
@@ -57,7 +57,7 @@ class ExactExperts:
             made = []
             for number, weight in enumerate(getattr(module, kind).detach()):
                 name = f"{what}.{kind}.{number}"
-                made.append(ExactLinear([ready.get(name) or prepare(weight, name)], [None], kernel))
+                made.append(ExactLinear([ready.get(name) or Unprepared(weight, name)], [None], kernel))
             return made
 
         self.up, self.down = layers("gate_up_proj"), layers("down_proj")
@@ -136,7 +136,7 @@ class ExactRouter:
         """Prepares the router's weight, unless it is ready."""
         self.module, self.what, self.original = module, what, module.forward
         self.weight = module.weight
-        self.layer = ExactLinear([ready.get(what) or prepare(module.weight, what)], [None], kernel)
+        self.layer = ExactLinear([ready.get(what) or Unprepared(module.weight, what)], [None], kernel)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward."""

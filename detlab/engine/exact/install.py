@@ -16,7 +16,7 @@ from detlab.engine.elementwise import is_activation
 from detlab.engine.exact.attention import exact_attention
 from detlab.engine.exact.experts import ExactExperts, ExactRouter
 from detlab.engine.exact.functions import activation_of
-from detlab.engine.exact.linear import SPEC, ExactLinear, Prepared, prepare
+from detlab.engine.exact.linear import SPEC, ExactLinear, Prepared, Unprepared
 from detlab.engine.exact.machine import choose_kernel
 from detlab.engine.exact.norms import is_norm, norm_of
 from detlab.engine.exact.rotary import ExactRotary
@@ -57,7 +57,7 @@ def install(session: Session, model: PreTrainedModel) -> None:
         MachineError: this machine's arithmetic is not exact.
     """
     kernel = choose_kernel(next(model.parameters()).device)
-    with _progress(model) as done:
+    with _progress(session, model) as done:
         grouped = _groups(session, model, kernel, done)
         for name, module in model.named_modules():
             kind, part = _part_for(session, name, module, kernel, grouped)
@@ -70,14 +70,19 @@ def install(session: Session, model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _progress(model: nn.Module) -> Iterator[Callable[[Any], None]]:
+def _progress(session: Session, model: nn.Module) -> Iterator[Callable[[Any], None]]:
     """Shows a bar, transformers' own, where preparing takes over five seconds; yields what a module adds to it."""
     total = sum(_size(module) for module in model.modules() if is_experts(module) or isinstance(module, (nn.Linear, Conv1D)))
     bar = transformers_logging.tqdm(
         total=total, desc="Preparing weights for the exact tier", unit="", unit_scale=True, delay=5, leave=False
     )
+
+    def update(module: Any) -> None:
+        session.tidy()  # what was freed is the system's again, before more is made
+        bar.update(_size(module))
+
     try:
-        yield lambda module: bar.update(_size(module))
+        yield update
     finally:
         bar.close()
 
@@ -145,7 +150,7 @@ class _Group(NoCopy):
         """Prepares the weights as they are now."""
         self.kept = None
         pairs = list(zip(self.modules, self.names, strict=True))
-        weights = [_ready.get(name) or prepare(weight_of(module), name) for module, name in pairs]
+        weights = [_ready.get(name) or Unprepared(weight_of(module), name) for module, name in pairs]
         self.layer = ExactLinear(weights, [m.bias for m in self.modules], self.kernel)
 
     def result(self, index: int, x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from detlab.engine.exact.digits import Rows, pow2, rows_of, signed, weight_digit
 from detlab.engine.exact.shown import shown
 from detlab.errors import UsageError
 
-__all__ = ["KERNELS", "SPEC", "ExactLinear", "Prepared", "int_products", "prepare", "rounded"]
+__all__ = ["KERNELS", "SPEC", "ExactLinear", "Prepared", "Unprepared", "int_products", "prepare", "rounded"]
 
 #: Names the function that is computed: other specs have other bits.
 SPEC = "tri4"
@@ -54,6 +54,43 @@ class Prepared:
     digits: Tensor
     exponents: Tensor
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.digits.shape[1], self.digits.shape[2]
+
+    def rows(self, start: int, stop: int) -> Prepared:
+        """The weight's rows start..stop."""
+        return Prepared(self.digits[:, start:stop], self.exponents[start:stop])
+
+
+class Unprepared:
+    """A weight, [N, K], that is cut into digits a few rows at a time, so that all its digits are never there at once."""
+
+    def __init__(self, weight: Tensor, what: str = "linear") -> None:
+        """Looks at the weight.
+
+        Raises:
+            UsageError: it has a NaN or an infinity, or more columns than the bits allow.
+        """
+        if weight.shape[1] > MOST_TERMS:
+            raise UsageError(
+                f"{what} sums over {weight.shape[1]} terms; the exact tier's integers hold {MOST_TERMS}. Split the layer."
+            )
+        if not bool(torch.isfinite(weight).all()):
+            count = int((~torch.isfinite(weight)).sum())
+            raise UsageError(f"{what}: the weight has {count} NaN or infinite values; the exact tier needs finite weights.")
+        self.weight = weight.detach()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.weight.shape[0], self.weight.shape[1]
+
+    def rows(self, start: int, stop: int) -> Prepared:
+        """The weight's rows start..stop, in digits."""
+        return Prepared(*weight_digits(self.weight[start:stop]))
+
 
 def prepare(weight: Tensor, what: str = "linear") -> Prepared:
     """Cuts a weight, [N, K], into digits.
@@ -61,14 +98,20 @@ def prepare(weight: Tensor, what: str = "linear") -> Prepared:
     Raises:
         UsageError: it has a NaN or an infinity, or more columns than the bits allow.
     """
-    if weight.shape[1] > MOST_TERMS:
-        raise UsageError(
-            f"{what} sums over {weight.shape[1]} terms; the exact tier's integers hold {MOST_TERMS}. Split the layer."
-        )
-    if not bool(torch.isfinite(weight).all()):
-        count = int((~torch.isfinite(weight)).sum())
-        raise UsageError(f"{what}: the weight has {count} NaN or infinite values; the exact tier needs finite weights.")
-    return Prepared(*weight_digits(weight.detach()))
+    return Unprepared(weight, what).rows(0, len(weight))
+
+
+def _rows_of_all(weights: Sequence[Prepared | Unprepared], start: int, stop: int) -> Prepared:
+    """Rows start..stop of weights, one after the other."""
+    found, first = [], 0
+    for weight in weights:
+        last = first + weight.shape[0]
+        if first < stop and start < last:
+            found.append(weight.rows(max(start - first, 0), min(stop, last) - first))
+        first = last
+    if len(found) == 1:
+        return found[0]
+    return Prepared(torch.cat([w.digits for w in found], 1), torch.cat([w.exponents for w in found]))
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -148,7 +191,7 @@ class ExactLinear:
         kernel: of `KERNELS`.
     """
 
-    def __init__(self, weights: Sequence[Prepared], biases: Sequence[Tensor | None], kernel: str) -> None:
+    def __init__(self, weights: Sequence[Prepared | Unprepared], biases: Sequence[Tensor | None], kernel: str) -> None:
         """Lays the weights out.
 
         Args:
@@ -157,19 +200,21 @@ class ExactLinear:
             kernel: of `KERNELS`; what it computes is the same.
         """
         self.kernel = kernel
-        self.sizes = [w.digits.shape[1] for w in weights]
-        self.num_out, self.num_in = sum(self.sizes), weights[0].digits.shape[2]
-        self.scale = pow2(torch.cat([w.exponents for w in weights]) - 6)  # 2**(E - 6): the rest of 33
+        self.sizes = [weight.shape[0] for weight in weights]
+        self.num_out, self.num_in = sum(self.sizes), weights[0].shape[1]
+        self._blocks: list[tuple[int, int, Callable[[Tensor], Tensor]]] = []
+        exponents = []
+        for start in range(0, self.num_out, _WIDEST):
+            stop = min(self.num_out, start + _WIDEST)
+            block = _rows_of_all(weights, start, stop)
+            self._blocks.append((start, stop, self._product(block.digits)))
+            exponents.append(block.exponents)
+        self.scale = pow2(torch.cat(exponents) - 6)  # 2**(E - 6): the rest of 33
         self.bias = None
         if any(bias is not None for bias in biases):
             none = self.scale.new_zeros
             parts = [none(n) if b is None else b.detach().double() for n, b in zip(self.sizes, biases, strict=True)]
             self.bias = torch.cat(parts)
-        digits = weights[0].digits if len(weights) == 1 else torch.cat([w.digits for w in weights], 1)
-        self._blocks: list[tuple[int, int, Callable[[Tensor], Tensor]]] = []
-        for start in range(0, self.num_out, _WIDEST):
-            stop = min(self.num_out, start + _WIDEST)
-            self._blocks.append((start, stop, self._product(digits[:, start:stop])))
 
     def _product(self, digits: Tensor) -> Callable[[Tensor], Tensor]:
         """What computes of digits + 64, uint8 [4, M, K], T, float64 [M, N], or its four blocks, float32 or int32 [4 M, N]."""
