@@ -79,7 +79,7 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
 def _over(rows: int, size: int, loop: Callable[..., None], *arguments: Any) -> None:
     """Runs a loop over all rows, shared out among as many threads as torch has; rows do not know of each other."""
     shares = min(torch.get_num_threads(), rows, 1 + rows * size // _SHARE)
-    if shares == 1:
+    if shares <= 1:
         loop(0, rows, *arguments)
         return
     ends = [rows * share // shares for share in range(shares + 1)]

@@ -264,7 +264,7 @@ def test_prepared_experts_on_disk(tmp_path, monkeypatch):
     with session.applied(model, "exact"):
         expected = logits_of(model, TEXT[:9], Way())
     for module in (install, experts):  # nothing is left to prepare
-        monkeypatch.setattr(module, "prepare", None)
+        monkeypatch.setattr(module, "Unprepared", None)
     with prepared_weights(loaded), session.applied(model, "exact"):
         assert bitwise_equal(logits_of(model, TEXT[:9], Way()), expected)
     monkeypatch.undo()
