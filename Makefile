@@ -2,6 +2,7 @@
 #
 #   PYTHON=...          the Python (3.11 or newer) that the virtual environment is made from
 #   TORCH_PIP_ARGS=...  more arguments for installing torch, such as the index that has the build for your GPU
+#   TEST_WORKERS=...    test files run at a time, a process with one thread for each (default 2; 0: in one process)
 #   LOCK_ARGS=...       more arguments for `make lock`, such as --upgrade
 
 SHELL := /bin/bash
@@ -13,6 +14,7 @@ PYTHON ?=
 TORCH_PIP_ARGS ?=
 LOCK_ARGS ?=
 NOTEBOOK_CELL_TIMEOUT ?= 300
+TEST_WORKERS ?= 2
 
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
@@ -22,6 +24,7 @@ STAMP := $(VENV)/.detlab-is-set-up
 export GOMP_SPINCOUNT := 0
 # The hub is not asked during tests, and one thread is where every machine can start from.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+WORKERS := --numprocesses=$(TEST_WORKERS) --dist=loadfile
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -65,14 +68,14 @@ check: $(STAMP) ## lint, types and the fast tests
 	@failed=; \
 	$(VENV_PYTHON) -m ruff check . || failed="$$failed ruff"; \
 	$(VENV_PYTHON) -m mypy || failed="$$failed mypy"; \
-	$(TEST_ENV) $(VENV_PYTHON) -m pytest --doctest-modules -m "not slow and not browser" detlab tests || failed="$$failed tests"; \
+	$(TEST_ENV) $(VENV_PYTHON) -m pytest $(WORKERS) --doctest-modules -m "not slow and not browser" detlab tests || failed="$$failed tests"; \
 	if [ -n "$$failed" ]; then echo "make check: failed:$$failed" >&2; exit 1; fi
 
 test: $(STAMP) ## everything: lint, types, all tests, every notebook
 	@failed=; \
 	$(VENV_PYTHON) -m ruff check . || failed="$$failed ruff"; \
 	$(VENV_PYTHON) -m mypy || failed="$$failed mypy"; \
-	$(TEST_ENV) $(VENV_PYTHON) -m pytest --doctest-modules detlab tests || failed="$$failed tests"; \
+	$(TEST_ENV) $(VENV_PYTHON) -m pytest $(WORKERS) --doctest-modules detlab tests || failed="$$failed tests"; \
 	if compgen -G "notebooks/*.ipynb" >/dev/null; then \
 		$(TEST_ENV) $(VENV_PYTHON) -m pytest --nbval-lax --nbval-current-env \
 			--nbval-cell-timeout=$(NOTEBOOK_CELL_TIMEOUT) notebooks/*.ipynb || failed="$$failed notebooks"; \
