@@ -16,7 +16,7 @@ from detlab.engine.exact import constants, linear, machine
 from detlab.errors import MachineError, UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
-MODELS = ("tiny-llama:float32", "tiny-mixtral:float32", "tiny-gemma3:bfloat16")
+MODELS = ("tiny-llama:float32", "tiny-qwen3-moe:float32", "tiny-gemma3:bfloat16")
 SETTINGS = {
     "default": {},
     "ATen AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
