@@ -46,18 +46,18 @@ def query_bits(size: int) -> int:
 
 def numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Rows as whole numbers, float64 [..., size], and 2**(E - bits), [..., 1]: NaN for a row that is not finite."""
-    if compiled.serves(x):
+    if compiled.serves_rows(x):
         rows = compiled.encode(x, bits)
         return rows[..., :-1], rows[..., -1:]
     x = x.float()
-    field = (x.abs().amax(-1, keepdim=True).view(torch.int32) >> 23).clamp_(LEAST + 126)
+    field = ((x.abs().amax(-1, keepdim=True).view(torch.int32) & 0x7FFFFFFF) >> 23).clamp_(LEAST + 126)
     up = ((bits + 126 + 1023 - field.long()) << 52).view(torch.float64)
     return x.double().mul_(up).round_(), up.reciprocal().masked_fill_(field == 255, float("nan"))
 
 
 def encoded(x: Tensor) -> Tensor:
     """Rows of keys or values as they are kept in a cache: `numbers` of 22 bits with their scale, float64 [..., size + 1]."""
-    return compiled.encode(x, KEY_BITS) if compiled.serves(x) else torch.cat(numbers(x, KEY_BITS), -1)
+    return compiled.encode(x, KEY_BITS) if compiled.serves_rows(x) else torch.cat(numbers(x, KEY_BITS), -1)
 
 
 def _sealed(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ def attend(query: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, hidden: T
     Args:
         query: `numbers`, float64 [batch, KV heads, rows, size] and [batch, KV heads, rows, 1].
         keys, values: encoded, float64 [batch, KV heads, tokens, size + 1].
-        hidden: bool, broadcast to [batch, KV heads, rows, last tokens]: what a query does not see of the last tokens.
+        hidden: bool [batch or 1, 1, rows or 1, last tokens]: what a query does not see of the last tokens.
         factor: of the scores: scaling * 1024 * log2 e.
 
     Returns:

@@ -22,7 +22,7 @@ from detlab.engine.exact.constants import DIGITS
 
 __all__ = [
     "ACTIVATIONS", "activation", "allowed", "attend_weights", "cut", "encode", "is_installed", "norm", "put_together", "serves",
-    "use",
+    "serves_rows", "use",
 ]  # fmt: skip
 
 _is_used = False
@@ -31,6 +31,12 @@ _is_used = False
 def serves(x: Tensor) -> bool:
     """Whether the loops are allowed, and can read this tensor."""
     return _is_used and x.is_cpu
+
+
+def serves_rows(x: Tensor, *parameters: Tensor | None) -> bool:
+    """`serves`, for rows of float32 or 16 bits and parameters of their size: others are left to the functions of tensors."""
+    of_size = all(p is None or p.shape == x.shape[-1:] for p in parameters)
+    return serves(x) and of_size and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def use(wanted: bool) -> None:
@@ -73,7 +79,8 @@ _SHARE = 1 << 16  # elements worth a thread
 @lru_cache(maxsize=4)
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
     """Threads of this process: a fork's are not its parent's."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="detlab-exact")
+    # The caller's thread was asked whether it keeps subnormal numbers; a thread that starts while it does not would not.
+    return ThreadPoolExecutor(threads, "detlab-exact", initializer=torch.set_flush_denormal, initargs=(False,))
 
 
 def _over(rows: int, size: int, loop: Callable[..., None], *arguments: Any) -> None:
@@ -84,7 +91,11 @@ def _over(rows: int, size: int, loop: Callable[..., None], *arguments: Any) -> N
         return
     ends = [rows * share // shares for share in range(shares + 1)]
     pool = _pool(shares - 1, os.getpid())
-    others = [pool.submit(loop, first, last, *arguments) for first, last in zip(ends[1:-1], ends[2:], strict=True)]
+    try:
+        others = [pool.submit(loop, first, last, *arguments) for first, last in zip(ends[1:-1], ends[2:], strict=True)]
+    except RuntimeError:  # the interpreter ends, and starts no more threads: this one does all
+        loop(0, rows, *arguments)
+        return
     loop(ends[0], ends[1], *arguments)
     for other in others:
         other.result()
@@ -100,14 +111,18 @@ def _rows(x: Tensor) -> tuple[Any, Any]:
     return flat.numpy(), flat.view(torch.int32).numpy()
 
 
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="cpu")  # whatever torch's defaults are
+
+
 @lru_cache(maxsize=1)
 def _nothing() -> Any:
-    return torch.empty(0, dtype=torch.float64).numpy()
+    return _empty(0, dtype=torch.float64).numpy()
 
 
 @lru_cache(maxsize=1)
 def _no_rows() -> Any:
-    return torch.empty(0, dtype=torch.bool).numpy()
+    return _empty(0, dtype=torch.bool).numpy()
 
 
 def _or_nothing(x: Tensor | None) -> Any:
@@ -118,8 +133,8 @@ def _or_nothing(x: Tensor | None) -> Any:
 def cut(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, [M, K], as digits: uint8 [4, M, K], scales, float64 [M, 1], and which are not finite, bool [M, 1]."""
     rows, bits = _rows(x)
-    digits = torch.empty(DIGITS, *rows.shape, dtype=torch.uint8)
-    scale, bad = torch.empty(len(rows), dtype=torch.float64), torch.empty(len(rows), dtype=torch.bool)
+    digits = _empty(DIGITS, *rows.shape, dtype=torch.uint8)
+    scale, bad = _empty(len(rows), dtype=torch.float64), _empty(len(rows), dtype=torch.bool)
     _over(*rows.shape, _kernels().cut, rows, bits, digits.numpy(), scale.numpy(), bad.numpy())
     return digits, scale[:, None], bad[:, None]
 
@@ -146,7 +161,7 @@ def put_together(sums: Tensor, scale: Tensor, columns: Tensor, bias: Tensor | No
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool) -> Tensor:
     """LayerNorm (centred) or RMSNorm over the last dimension; weight and bias: float64 [K] or None."""
     rows, bits = _rows(x)
-    out = torch.empty(rows.shape)
+    out = _empty(*rows.shape)
     of = (_or_nothing(weight), _or_nothing(bias)) if is_centred else (_or_nothing(weight),)
     loop = _kernels().layer_norm if is_centred else _kernels().rms_norm
     _over(*rows.shape, loop, rows, bits, *of, eps, out.numpy())
@@ -173,9 +188,9 @@ def activation(name: str, x: Tensor) -> Tensor:
 def encode(x: Tensor, bits: int) -> Tensor:
     """Rows as whole numbers of so many bits, then their scale: float64 [..., size + 1]."""
     rows, of_rows = _rows(x)
-    out = torch.empty(len(rows), rows.shape[1] + 1, dtype=torch.float64)
+    out = _empty(len(rows), rows.shape[1] + 1, dtype=torch.float64)
     _over(*rows.shape, _kernels().encode, rows, of_rows, bits, out.numpy())
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], rows.shape[1] + 1)
 
 
 def attend_weights(scores: Tensor, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None,
@@ -193,8 +208,8 @@ def attend_weights(scores: Tensor, queries: Tensor, keys: Tensor, values: Tensor
         What weighted values are multiplied and divided by, float64 [groups, rows, 1] both.
     """
     groups, rows, tokens = scores.shape
-    scale, total = torch.empty(2, groups, rows, dtype=torch.float64)
-    hidden = torch.empty(1, rows, 0, dtype=torch.bool) if hidden is None else hidden.contiguous()
+    scale, total = _empty(2, groups, rows, dtype=torch.float64)
+    hidden = _empty(1, rows, 0, dtype=torch.bool) if hidden is None else hidden.contiguous()
     _over(
         groups * rows, tokens, _kernels().softmax_weights, _array(scores), _array(queries.contiguous()),
         _array(keys.contiguous()), _array(values.contiguous()), hidden.numpy(), factor, scale.numpy(), total.numpy(),

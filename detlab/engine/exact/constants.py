@@ -1,4 +1,7 @@
-"""The numbers of spec `tri4`: how many bits each sum is given. Other numbers would be another spec, with other bits."""
+"""The numbers of spec `tri4`: how many bits each sum is given. Other numbers would be another spec, with other bits.
+
+Who changes one must change `kernels` too, if only its date: Numba keeps what it compiled until that file changes.
+"""
 
 from __future__ import annotations
 

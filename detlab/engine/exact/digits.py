@@ -58,7 +58,8 @@ class Rows:
 
 def _quantise(x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Float32 [M, K] as float32 whole numbers, with 2**(27 - E) of the rows, float32 [M, 1], and bad rows."""
-    field = (x.abs().amax(-1, keepdim=True).view(torch.int32) >> 23).clamp_(_FIELD)  # a NaN is the largest of all
+    largest = x.abs().amax(-1, keepdim=True).view(torch.int32) & 0x7FFFFFFF  # a NaN, which may come out negative, is largest
+    field = (largest >> 23).clamp_(_FIELD)
     bad = None
     if int(field if len(field) == 1 else field.max()) == _NOT_FINITE:
         bad = field == _NOT_FINITE
@@ -74,10 +75,10 @@ def rows_of(x: Tensor) -> Rows:
     Args:
         x: [M, K], float32, bfloat16 or float16; M and K at least 1.
     """
-    if compiled.serves(x):
+    if compiled.serves_rows(x):
         digits, scale, bad = compiled.cut(x)
         return Rows(digits, scale, bad if bool(bad.any()) else None)
-    q, scale, bad_rows = _quantise(x.float())
+    q, scale, bad_rows = _quantise(x.float().contiguous())
     shifts, masks = _cutters(x.device)
     digits = (q.to(torch.int32).add_(_OFFSET) >> shifts).to(torch.uint8).bitwise_and_(masks)
     return Rows(digits, scale.double().reciprocal_(), bad_rows)

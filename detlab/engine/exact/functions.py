@@ -156,7 +156,7 @@ _MODULES: dict[type[nn.Module], str] = {
 
 def evaluate(name: str, x: Tensor) -> Tensor:
     """An activation of `FUNCTIONS`, of a tensor of the model's dtype, rounded once; element by element, whatever the shape."""
-    if name in compiled.ACTIVATIONS and compiled.serves(x):
+    if name in compiled.ACTIVATIONS and compiled.serves_rows(x):
         return compiled.activation(name, x)
     function = FUNCTIONS[name]
     if x.numel() <= _PIECE:

@@ -278,5 +278,6 @@ def _packed(digits: Tensor) -> Callable[[Tensor], Tensor]:
         left, right = _packed(digits[:, :, :half]), _packed(digits[:, :, half:])
         return lambda x: _together(left(x[:, :, :half].contiguous())) + _together(right(x[:, :, half:].contiguous()))
     planes = [_pack(plane) for plane in digits.unbind(0)]
-    ones, zeros = torch.ones(digits.shape[1]), torch.zeros(digits.shape[1], dtype=torch.int32)
+    ones = torch.ones(digits.shape[1], dtype=torch.float32, device=digits.device)
+    zeros = torch.zeros(digits.shape[1], dtype=torch.int32, device=digits.device)
     return lambda x: packed_products(x.view(-1, size), planes, ones, zeros)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -107,14 +108,15 @@ def _steps() -> list[Tensor]:
     x, size = _all_kinds(24, 67, 1), 67
     weight, bias = x[9].double(), x[10].double()
     rows = rows_of(x)
-    layer = ExactLinear([prepare(_all_kinds(24, size, 2)[9:])], [x[11, :15]], "float64" if not is_exact("int8") else "int8")
+    weights = prepare(_all_kinds(24, size, 2)[9:])
+    layers = [ExactLinear([weights], [x[11, :15]], kernel) for kernel in KERNELS if is_exact(kernel)]
     query, keys, values = numbers(x[None, None, 9:], query_bits(size)), encoded(x[None, None]), encoded(x[None, None] * 3.0)
     finite = torch.ones(24, dtype=torch.bool).index_fill_(0, torch.tensor([7, 8]), value=False)
     hidden = torch.ones(15, 15, dtype=torch.bool).triu_(1)[None, None]
     seen = [attend(query, keys[:, :, part], values[:, :, part], mask, UNIT / 8.0)
             for part, mask in ((finite, hidden), (finite, None), (slice(None), hidden))]  # fmt: skip
     return [
-        rows.digits, rows.scale, layer(x), rms_norm(x, weight, 1e-6), layer_norm(x, weight, bias, 1e-5),
+        rows.digits, rows.scale, *(layer(x) for layer in layers), rms_norm(x, weight, 1e-6), layer_norm(x, weight, bias, 1e-5),
         *(evaluate(name, x) for name in compiled.ACTIVATIONS), *query, keys, *seen,
     ]  # fmt: skip
 
@@ -127,14 +129,28 @@ def _alike(found: Tensor, expected: Tensor) -> bool:
 @lru_cache(maxsize=1)
 @unobserved
 def steps_agree() -> bool:
-    """Whether the compiled steps are there, and give the bits of the functions of tensors, on rows of all kinds."""
-    if not compiled.is_installed():
-        return False
+    """Whether the compiled steps are there, and give the bits of the functions of tensors, on rows of all kinds.
+
+    All that is ever compiled is compiled here. What goes wrong then (a full disk, a damaged cache) costs time, not the tier: a
+    warning says so.
+    """
     with compiled.allowed(False):
         expected = _steps()
-    with compiled.allowed(True):
-        found = _steps()
-    return all(_alike(a, b) for a, b in zip(found, expected, strict=True))
+    try:
+        with compiled.allowed(True):
+            found = _steps() if compiled.is_installed() else None
+    except Exception as error:  # Numba's errors have no root of their own, and its cache's are of many kinds
+        return _not_compiled(f"{type(error).__name__}: {error}. If files named kernels.*.nbi or .nbc are damaged, delete them")
+    if found is None:
+        return _not_compiled("Numba is not installed, or NUMBA_DISABLE_JIT is set")
+    if not all(_alike(a, b) for a, b in zip(found, expected, strict=True)):
+        return _not_compiled("what Numba compiled gives other bits on this machine")
+    return True
+
+
+def _not_compiled(why: str) -> bool:
+    warnings.warn(f"the exact tier's steps are not compiled: {why}. The bits are the same, the model is slower.", stacklevel=4)
+    return False
 
 
 @lru_cache(maxsize=64)

@@ -44,7 +44,7 @@ def _standard(x: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm over the last dimension of x, in x's dtype; weight: float64 [K] or None."""
-    if compiled.serves(x):
+    if compiled.serves_rows(x, weight):
         return compiled.norm(x, weight, None, eps, is_centred=False)
     if x.numel() > _PIECE:
         return _of_pieces(lambda piece: rms_norm(piece, weight, eps), x)
@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm over the last dimension of x, in x's dtype; weight, bias: float64 [K] or None."""
-    if compiled.serves(x):
+    if compiled.serves_rows(x, weight, bias):
         return compiled.norm(x, weight, bias, eps, is_centred=True)
     if x.numel() > _PIECE:
         return _of_pieces(lambda piece: layer_norm(piece, weight, bias, eps), x)
