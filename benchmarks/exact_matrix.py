@@ -2,7 +2,7 @@
 
 For each model, dtype and context one text of that many tokens is served in all the ways of `detlab.verify`'s axes, instruction
 sets in fresh processes among them, and so it is with the tier off, as a control: the stock model has several MD5s. What was
-run is kept after each row, so that rows can be run alone; all take about two hours.
+run is kept after each row, so that rows can be run alone; all take hours.
 
     python benchmarks/exact_matrix.py [ROW ...]      such as "tiny-llama float32 300"
 """

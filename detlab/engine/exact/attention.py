@@ -25,7 +25,7 @@ from torch import Tensor
 
 from detlab.engine.cache import CanonicalLayer, Pending
 from detlab.engine.exact import compiled
-from detlab.engine.exact.constants import GRID, KEY_BITS, LEAST, MOST_TOKENS, STEPS, SUM_BITS, UNIT
+from detlab.engine.exact.constants import GRID, KEY_BITS, LEAST_FIELD, MOST_TOKENS, NOT_FINITE, STEPS, SUM_BITS, UNIT
 from detlab.engine.exact.functions import exp2_
 from detlab.engine.exact.linear import rounded
 from detlab.engine.exact.shown import shown
@@ -50,9 +50,9 @@ def numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         rows = compiled.encode(x, bits)
         return rows[..., :-1], rows[..., -1:]
     x = x.float()
-    field = ((x.abs().amax(-1, keepdim=True).view(torch.int32) & 0x7FFFFFFF) >> 23).clamp_(LEAST + 126)
+    field = ((x.abs().amax(-1, keepdim=True).view(torch.int32) & 0x7FFFFFFF) >> 23).clamp_(LEAST_FIELD)
     up = ((bits + 126 + 1023 - field.long()) << 52).view(torch.float64)
-    return x.double().mul_(up).round_(), up.reciprocal().masked_fill_(field == 255, float("nan"))
+    return x.double().mul_(up).round_(), up.reciprocal().masked_fill_(field == NOT_FINITE, float("nan"))
 
 
 def encoded(x: Tensor) -> Tensor:

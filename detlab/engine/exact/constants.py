@@ -11,14 +11,18 @@ from fractions import Fraction
 from functools import lru_cache
 
 __all__ = [
-    "DIGITS", "EXP2_TERMS", "GELU_CUBE", "GELU_UNIT", "GRID", "KEY_BITS", "LEAST", "MAGIC", "MOST_TERMS", "MOST_TOKENS",
-    "NORM_GRID", "ROW_BITS", "STEPS", "SUM_BITS", "UNIT", "powers",
+    "DIGITS", "DIGIT_OFFSET", "EXP2_TERMS", "FAR", "GELU_CUBE", "GELU_UNIT", "GRID", "KEY_BITS", "LEAST", "LEAST_FIELD",
+    "MAGIC", "MOST_TERMS", "MOST_TOKENS", "NORM_GRID", "NOT_FINITE", "ROW_BITS", "STEPS", "SUM_BITS", "UNIT", "powers",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------ rows in digits
 DIGITS = 4
 ROW_BITS = 27  # of a row's largest element: 6 in the first digit, 7 in each of the others
+#: Makes every digit of a whole number plus this one of 0..128, to be cut out by shifts.
+DIGIT_OFFSET = 64 * (1 + 128 + 128**2 + 128**3)
 LEAST = -98  # the smallest exponent E: 2**(27 - E) must be a float32
+LEAST_FIELD = LEAST + 126  # the exponent field of a float32 with that E
+NOT_FINITE = 255  # that of a NaN or an infinity
 MOST_TERMS = 1 << 16  # of one sum: four products of 64 * 64 for each stay within int32
 
 # ---------------------------------------------------------------------------------------------------- powers of two
@@ -28,6 +32,7 @@ MAGIC = 1.5 * 2.0**52
 STEPS = 1024
 #: Steps in one unit of the natural logarithm: 1024 * log2 e.
 UNIT = 1024.0 * float.fromhex("0x1.71547652b82fep+0")
+FAR = 1000.0 * STEPS  # what lies outside is as good as 0 or infinity
 _LN2 = Fraction(float.fromhex("0x1.62e42fefa39efp-1"))
 #: 2**(f / 1024) as a polynomial in f: (ln 2 / 1024)**n / n!; what is left out is below 2**-37 for |f| <= 1/2.
 EXP2_TERMS = tuple(float((_LN2 / STEPS) ** n / math.factorial(n)) for n in range(3))

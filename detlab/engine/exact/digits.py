@@ -18,13 +18,10 @@ from torch import Tensor
 
 from detlab.engine.canonical import unobserved
 from detlab.engine.exact import compiled
-from detlab.engine.exact.constants import DIGITS, LEAST, ROW_BITS
+from detlab.engine.exact.constants import DIGIT_OFFSET, DIGITS, LEAST_FIELD, NOT_FINITE, ROW_BITS
 
 __all__ = ["Rows", "pow2", "rows_of", "signed", "weight_digits"]
 
-_FIELD = LEAST + 126  # the exponent field of a float32 with that E
-_NOT_FINITE = 255
-_OFFSET = 64 * (1 + 128 + 128**2 + 128**3)  # makes every digit of q + _OFFSET one of 0..128, to be cut out by shifts
 
 
 @lru_cache(maxsize=8)
@@ -59,12 +56,12 @@ class Rows:
 def _quantise(x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Float32 [M, K] as float32 whole numbers, with 2**(27 - E) of the rows, float32 [M, 1], and bad rows."""
     largest = x.abs().amax(-1, keepdim=True).view(torch.int32) & 0x7FFFFFFF  # a NaN, which may come out negative, is largest
-    field = (largest >> 23).clamp_(_FIELD)
+    field = (largest >> 23).clamp_(LEAST_FIELD)
     bad = None
-    if int(field if len(field) == 1 else field.max()) == _NOT_FINITE:
-        bad = field == _NOT_FINITE
+    if int(field if len(field) == 1 else field.max()) == NOT_FINITE:
+        bad = field == NOT_FINITE
         x = x.masked_fill(bad, 0.0)  # before any cast to integers
-        field = field.masked_fill(bad, _FIELD)
+        field = field.masked_fill(bad, LEAST_FIELD)
     scale = ((ROW_BITS + 126 + 127 - field) << 23).view(torch.float32)
     return (x * scale).round_(), scale, bad
 
@@ -80,7 +77,7 @@ def rows_of(x: Tensor) -> Rows:
         return Rows(digits, scale, bad if bool(bad.any()) else None)
     q, scale, bad_rows = _quantise(x.float().contiguous())
     shifts, masks = _cutters(x.device)
-    digits = (q.to(torch.int32).add_(_OFFSET) >> shifts).to(torch.uint8).bitwise_and_(masks)
+    digits = (q.to(torch.int32).add_(DIGIT_OFFSET) >> shifts).to(torch.uint8).bitwise_and_(masks)
     return Rows(digits, scale.double().reciprocal_(), bad_rows)
 
 

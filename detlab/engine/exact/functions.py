@@ -18,14 +18,13 @@ from transformers import activations
 
 from detlab.engine.canonical import unobserved
 from detlab.engine.exact import compiled
-from detlab.engine.exact.constants import EXP2_TERMS, GELU_CUBE, GELU_UNIT, MAGIC, STEPS, UNIT, powers
+from detlab.engine.exact.constants import EXP2_TERMS, FAR, GELU_CUBE, GELU_UNIT, MAGIC, STEPS, UNIT, powers
 from detlab.engine.exact.linear import rounded
 from detlab.engine.exact.shown import shown
 from detlab.errors import UsageError
 
 __all__ = ["FUNCTIONS", "activation_of", "evaluate", "exp", "exp2_", "softmax"]
 
-_LIMIT = 1000.0 * STEPS  # what lies outside is as good as 0 or infinity
 
 
 @lru_cache(maxsize=16)
@@ -56,7 +55,7 @@ def exp2_(t: Tensor, shift: int = 0) -> Tensor:
 
 def _exp2(t: Tensor) -> Tensor:
     """`exp2_` of any values: below -1000 octaves as there, above 1000 as there."""
-    return exp2_(t.clamp_(-_LIMIT, _LIMIT))
+    return exp2_(t.clamp_(-FAR, FAR))
 
 
 def exp(x: Tensor) -> Tensor:

@@ -16,13 +16,17 @@ import numba
 import numpy as np
 
 from detlab.engine.exact.constants import (
+    DIGIT_OFFSET,
     EXP2_TERMS,
+    FAR,
     GELU_CUBE,
     GELU_UNIT,
     GRID,
     LEAST,
+    LEAST_FIELD,
     MAGIC,
     NORM_GRID,
+    NOT_FINITE,
     ROW_BITS,
     STEPS,
     SUM_BITS,
@@ -46,13 +50,9 @@ def _compile(function: Callable[..., Any]) -> Any:
         return numba.njit(nogil=True, error_model="numpy", fastmath=False)(function)
 
 
-_NOT_FINITE = 255  # the exponent field of a float32 NaN or infinity
 _WITHOUT_SIGN = 0x7FFFFFFF
 _ALL_BUT_SIGN = 0x7FFFFFFFFFFFFFFF
-_FIELD = LEAST + 126  # the exponent field of a float32 with the smallest E
-_OFFSET = 64 * (1 + 128 + 128**2 + 128**3)
 _POWERS = np.array(powers()).view(np.int64) - (np.arange(STEPS) << 42)
-_FAR = 1000.0 * STEPS
 _TERM1, _TERM2 = EXP2_TERMS[1:]
 
 
@@ -84,7 +84,7 @@ def _exp2(t: Number, shift: Number) -> Number:
 
 @_compile
 def _one_plus_exp2(t: Number) -> Number:
-    return _exp2(-_FAR if t < -_FAR else _FAR if t > _FAR else t, 0) + 1.0
+    return _exp2(-FAR if t < -FAR else FAR if t > FAR else t, 0) + 1.0
 
 
 @_compile
@@ -93,7 +93,7 @@ def _field(bits: Array) -> Number:
     largest = np.int32(0)
     for k in range(bits.shape[0]):
         largest = max(largest, bits[k] & np.int32(_WITHOUT_SIGN))
-    return max(np.int64(largest >> 23), np.int64(_FIELD))
+    return max(np.int64(largest >> 23), np.int64(LEAST_FIELD))
 
 
 # -------------------------------------------------------------------------------------------------------------- linear
@@ -110,7 +110,7 @@ def cut(first: int, last: int, x: Array, bits: Array, digits: Array, scale: Arra
     """
     for m in range(first, last):
         field = _field(bits[m])
-        bad[m] = field == _NOT_FINITE
+        bad[m] = field == NOT_FINITE
         if bad[m]:
             scale[m] = _pow2(LEAST - ROW_BITS)
             digits[:, m] = 64
@@ -118,7 +118,7 @@ def cut(first: int, last: int, x: Array, bits: Array, digits: Array, scale: Arra
         scale[m] = _pow2(field - 126 - ROW_BITS)
         up = np.float32(_pow2(ROW_BITS + 126 - field))
         for k in range(x.shape[1]):
-            q = np.int32(np.rint(x[m, k] * up)) + np.int32(_OFFSET)
+            q = np.int32(np.rint(x[m, k] * up)) + np.int32(DIGIT_OFFSET)
             digits[0, m, k] = q >> 21
             digits[1, m, k] = (q >> 14) & 127
             digits[2, m, k] = (q >> 7) & 127
@@ -156,21 +156,26 @@ def put_together(first: int, last: int, sums: Array, scale: Array, columns: Arra
 
 # --------------------------------------------------------------------------------------------------- norms, activations
 @_compile
+def _inverse(row: Array, mean: Number, up: Number, eps: Number) -> Number:
+    """One over the root of the mean square of (row - mean) * up, eps added in the same scale: r of `norms`."""
+    total = np.int64(0)
+    for k in range(row.shape[0]):
+        z = (np.float64(row[k]) - mean) * up
+        total += np.int64(np.rint(z * z))
+    return 1.0 / np.sqrt((up * up) * eps + np.float64(total) * (1.0 / row.shape[0]))
+
+
+@_compile
 def rms_norm(first: int, last: int, x: Array, bits: Array, weight: Array, eps: float, out: Array) -> None:
     """`norms.rms_norm` of float32 [M, K] into float32 [M, K]; weight: float64 [K], or of length 0."""
     size = x.shape[1]
-    part = 1.0 / size
     for m in range(first, last):
         field = _field(bits[m])
-        if field == _NOT_FINITE:
+        if field == NOT_FINITE:
             out[m] = np.nan
             continue
         up = _pow2(NORM_GRID // 2 + 126 - field)
-        total = np.int64(0)
-        for k in range(size):
-            z = np.float64(x[m, k]) * up
-            total += np.int64(np.rint(z * z))
-        r = 1.0 / np.sqrt((up * up) * eps + np.float64(total) * part)
+        r = _inverse(x[m], 0.0, up, eps)
         for k in range(size):
             y = (np.float64(x[m, k]) * up) * r
             out[m, k] = np.float32(y * weight[k] if weight.shape[0] > 0 else y)
@@ -180,26 +185,21 @@ def rms_norm(first: int, last: int, x: Array, bits: Array, weight: Array, eps: f
 def layer_norm(first: int, last: int, x: Array, bits: Array, weight: Array, bias: Array, eps: float, out: Array) -> None:
     """`norms.layer_norm` of float32 [M, K] into float32 [M, K]; weight, bias: float64 [K], or of length 0."""
     size = x.shape[1]
-    part = 1.0 / size
     for m in range(first, last):
         field = _field(bits[m])
-        if field == _NOT_FINITE:
+        if field == NOT_FINITE:
             out[m] = np.nan
             continue
         fine = _pow2(NORM_GRID + 126 - field)
         total = np.int64(0)
         for k in range(size):
             total += np.int64(np.rint(np.float64(x[m, k]) * fine))
-        mean = (np.float64(total) / fine) * part
+        mean = (np.float64(total) / fine) * (1.0 / size)
         largest = np.int64(0)
         for k in range(size):
             largest = max(largest, _bits(np.float64(x[m, k]) - mean) & _ALL_BUT_SIGN)
         up = _pow2(NORM_GRID // 2 - max((largest >> 52) - 1022, np.int64(LEAST)))
-        total = np.int64(0)
-        for k in range(size):
-            z = (np.float64(x[m, k]) - mean) * up
-            total += np.int64(np.rint(z * z))
-        r = 1.0 / np.sqrt((up * up) * eps + np.float64(total) * part)
+        r = _inverse(x[m], mean, up, eps)
         for k in range(size):
             y = ((np.float64(x[m, k]) - mean) * up) * r
             if weight.shape[0] > 0:
@@ -237,7 +237,7 @@ def encode(first: int, last: int, x: Array, bits: Array, precision: int, out: Ar
         up = _pow2(precision + 126 - field)
         for k in range(size):
             out[m, k] = np.rint(np.float64(x[m, k]) * up)
-        out[m, size] = np.nan if field == _NOT_FINITE else 1.0 / up
+        out[m, size] = np.nan if field == NOT_FINITE else 1.0 / up
 
 
 @_compile
