@@ -1,7 +1,8 @@
 """A KV cache in which a token's keys and values sit at slot = token position, in buffers of whole blocks.
 
 Attention's blocks and vector lanes follow the slot. In a stock cache, left padding and dropped sliding-window tokens move
-a token to other slots, and its bits with it. Here padding is left out, and no token moves.
+a token to other slots, and its bits with it. Here padding is left out, and no token moves. Layers with a recurrence keep
+their state after each row's last real token.
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+)
 
 from detlab.errors import UsageError
 
-__all__ = ["BLOCK", "CanonicalLayer", "Pending", "adopt"]
+__all__ = ["BLOCK", "CanonicalLayer", "Pending", "StateAndKeysLayer", "StateLayer", "adopt"]
 
 _SMALL = (128, 256)  # slots of the first buffers of a short text
 BLOCK = 512  # slots; the block of torch's CPU flash attention
@@ -175,6 +183,129 @@ class CanonicalLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._keys, self._values
 
 
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """What one layer with a recurrence, or with a convolution over time, keeps between calls.
+
+    Attributes:
+        stepped: tokens given to it, padding counted.
+        kept: tensors by name, with the rows of the batch in dimension ``rows_in[name]``; empty before the first call.
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self) -> None:
+        """Makes an empty layer."""
+        super().__init__()
+        self.stepped = 0
+        self.kept: dict[str, Tensor] = {}
+        self.rows_in: dict[str, int] = {}
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: states are made by the first call."""
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Refused: it is what a stock layer calls."""
+        raise UsageError(
+            "this layer's state is kept for detlab's recurrence, and a stock one asked for it. Either the cache was filled "
+            "inside detlab.deterministic and is used outside: start a new one. Or the tier has no part for this model's "
+            "recurrent layers: it does not cover the model."
+        )
+
+    update_recurrent_state = update_conv_state
+
+    def activate_past_recording(self) -> None:
+        """Refused: a state cannot be wound back."""
+        raise UsageError(
+            "assisted decoding takes tokens back, which a recurrent state cannot do inside detlab.deterministic. "
+            "Generate without an assistant."
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: a state cannot be wound back."""
+        if tokens_to_remove:
+            raise UsageError("a recurrent state cannot be wound back, so this cache cannot be cropped. Start a new one.")
+
+    def offload(self) -> None:
+        """Refused: the states stay where the model computes."""
+        raise UsageError("an offloaded cache is not available inside detlab.deterministic; use a dynamic or static cache.")
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self.stepped = 0
+        self.kept.clear()
+
+    def keep(self, name: str, value: Tensor, rows_in: int = 0) -> None:
+        """Keeps a tensor until the next call; its rows are in this dimension."""
+        self.kept[name], self.rows_in[name] = value, rows_in
+
+    def get(self, name: str, batch: int) -> Tensor | None:
+        """A kept tensor of so many rows; None before the first call.
+
+        Raises:
+            UsageError: it was kept for another number of rows.
+        """
+        value = self.kept.get(name)
+        if value is not None and value.shape[self.rows_in[name]] != batch:
+            raise UsageError(
+                f"this cache holds {value.shape[self.rows_in[name]]} rows, and the call has {batch}; "
+                "give each batch its own cache."
+            )
+        return value
+
+    def _choose(self, index: Tensor) -> None:
+        for name, value in self.kept.items():
+            self.kept[name] = value.index_select(self.rows_in[name], index.to(value.device))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in another order, as beam search asks."""
+        self._choose(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some rows."""
+        self._choose(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so many times."""
+        for name, value in self.kept.items():
+            self.kept[name] = value.repeat_interleave(repeats, self.rows_in[name])
+
+
+class StateAndKeysLayer(StateLayer, CanonicalLayer):  # type: ignore[misc, no-untyped-call]
+    """One layer that has both a recurrence and attention, side by side."""
+
+    is_croppable = False
+
+    def __init__(self, longest: int = 0) -> None:
+        """Makes an empty layer; ``longest`` as in `CanonicalLayer`."""
+        CanonicalLayer.__init__(self, longest)
+        StateLayer.__init__(self)
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        StateLayer.reset(self)
+        CanonicalLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in another order, as beam search asks."""
+        StateLayer.reorder_cache(self, beam_idx)
+        CanonicalLayer.reorder_cache(self, beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some rows."""
+        StateLayer.batch_select_indices(self, indices)
+        CanonicalLayer.batch_select_indices(self, indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so many times."""
+        StateLayer.batch_repeat_interleave(self, repeats)
+        CanonicalLayer.batch_repeat_interleave(self, repeats)
+
+    def get_max_length(self) -> int:
+        """Tokens it can hold; -1 where it grows."""
+        return CanonicalLayer.get_max_length(self)
+
+
 def adopt(cache: Any) -> None:
     """Makes an empty transformers cache canonical, in place; leaves a canonical one as it is.
 
@@ -185,7 +316,7 @@ def adopt(cache: Any) -> None:
         raise UsageError(
             f"inside detlab.deterministic a cache must be a DynamicCache or a StaticCache; got {type(cache).__name__}."
         )
-    if cache.layers and all(isinstance(layer, CanonicalLayer) for layer in cache.layers):
+    if any(isinstance(layer, (CanonicalLayer, StateLayer)) for layer in cache.layers):
         return
     if cache.layer_class_to_replicate is CanonicalLayer:
         return
@@ -195,19 +326,35 @@ def adopt(cache: Any) -> None:
             f"{' with offloading' if getattr(cache, 'offloading', False) else ''}."
         )
     layers: list[Any] = cache.layers
+    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     for layer in layers:
-        if getattr(layer, "is_initialized", False) and int(layer.get_seq_length()) > 0:
+        has_tokens = getattr(layer, "is_initialized", False) and hasattr(layer, "get_seq_length") and layer.get_seq_length() > 0
+        if has_tokens or any(getattr(layer, "has_previous_state", {}).values()):
             raise UsageError(
                 "this cache holds tokens that the stock model computed, whose bits depend on their batch. "
                 "Fill a new cache inside detlab.deterministic."
             )
-        if not hasattr(layer, "get_mask_sizes") or type(layer).__name__.startswith(("Linear", "Dummy", "Quant")):
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.number_of_states > 1:
+            raise UsageError(f"a layer with {layer.number_of_states} recurrent states is not covered by detlab.deterministic.")
+        is_known = hasattr(layer, "get_mask_sizes") or isinstance(layer, LinearAttentionCacheLayerMixin)
+        if has_states and isinstance(layer, DummyLayer):  # a layer of experts or an MLP between those with states
+            continue
+        if not is_known or type(layer).__name__.startswith(("Dummy", "Quant")):
             raise UsageError(f"a cache layer of type {type(layer).__name__} is not covered by detlab.deterministic.")
     longest = 0
     if isinstance(cache, StaticCache):
         # A sliding layer's length is its window; where all slide, the length asked for is not known, and the buffers grow.
         full = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
         longest = max((int(getattr(layer, "max_cache_len", 0) or 0) for layer in full), default=0)
-    cache.layers = [CanonicalLayer(longest) for _ in cache.layers]
+    cache.layers = [_canonical(layer, longest) for layer in cache.layers]
     if cache.layer_class_to_replicate is not None:
         cache.layer_class_to_replicate = CanonicalLayer
+
+
+def _canonical(layer: Any, longest: int) -> Any:
+    """The layer in the place of a stock one."""
+    if isinstance(layer, DummyLayer):
+        return layer
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return CanonicalLayer(longest)
+    return StateAndKeysLayer(longest) if hasattr(layer, "get_mask_sizes") else StateLayer()

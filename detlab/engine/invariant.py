@@ -17,6 +17,7 @@ from detlab.engine.elementwise import RotaryTable, canonical_elementwise, is_act
 from detlab.engine.experts import CanonicalExperts, CanonicalRouter, is_experts, is_router
 from detlab.engine.install import SIBLINGS, check_linear, install_attention, release
 from detlab.engine.linear import CanonicalLinear, weight_of
+from detlab.engine.mixers import GatedNorm, is_gated_norm, mixer_part
 from detlab.engine.session import Session
 from detlab.engine.watch import NoCopy, version_of
 
@@ -49,6 +50,17 @@ def install(session: Session, model: PreTrainedModel) -> None:
 def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[..., Any] | None]:
     """What replaces a module's forward, and its kind; None leaves the module as it is."""
     options = session.options
+    mixer = mixer_part(module)
+    if mixer is not None:
+        if not session.wants(name, "mixer"):
+            return "mixer", None
+        mixing = mixer(module, name, session)
+        session.take(mixing)
+        return "mixer", mixing
+    if is_gated_norm(module):
+        return "norm", GatedNorm(module) if session.wants(name, "norm") else None
+    if module in session.parts_of:  # a part of the module around it computes what this one would
+        return "", None
     if isinstance(module, (nn.Linear, Conv1D)):
         if not session.wants(name, "linear"):
             return "linear", None

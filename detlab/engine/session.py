@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from detlab.engine.cache import adopt
+from detlab.engine.padding import Padding
 from detlab.engine.shelf import Shelf
 from detlab.engine.step import Step
 from detlab.engine.watch import NoCopy, Watch, token_count
@@ -314,9 +315,11 @@ def _guarded(session: Session, module: Any) -> Callable[..., Any]:
         session.calls.depth = getattr(session.calls, "depth", 0) + 1
         try:
             with torch.no_grad():
+                kwargs |= dict(zip(names, args, strict=False))
+                args = args[len(names) :]
+                if is_outermost:
+                    session.calls.padding = Padding(_mask_of(kwargs))
                 if "attention" in session.parts:
-                    kwargs |= dict(zip(names, args, strict=False))
-                    args = args[len(names) :]
                     kwargs = _with_cache(module, _with_plain_mask(kwargs))
                 return original(*args, **kwargs)
         finally:
@@ -337,6 +340,14 @@ def _with_plain_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
     mask = kwargs.get("attention_mask")
     laid_out = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
     return kwargs | {"attention_mask": laid_out.given} if isinstance(laid_out, Step) else kwargs
+
+
+def _mask_of(kwargs: dict[str, Any]) -> Any:
+    """The call's 2D mask, which layers with a recurrence need too; models keep it from them where a call has one token."""
+    mask = kwargs.get("attention_mask")
+    laid_out: list[Any] = list(mask.values()) if isinstance(mask, dict) else [mask]
+    steps = [value.given for value in laid_out if isinstance(value, Step)]
+    return steps[0] if steps else next((value for value in laid_out if value is not None), None)
 
 
 def _with_cache(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
