@@ -17,8 +17,10 @@ from torch import Tensor
 
 from detlab import bits
 from detlab.engine.cache import BLOCK, CanonicalLayer, Pending
-from detlab.engine.canonical import draw, ledger, name_of, one_thread
+from detlab.engine.canonical import one_thread
 from detlab.engine.capped import capped_attention
+from detlab.engine.ledger import ledger, name_of
+from detlab.engine.probes import draw
 from detlab.engine.step import Step, checked_step
 from detlab.errors import MachineError, UsageError
 

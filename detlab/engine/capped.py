@@ -7,55 +7,57 @@ that only the number of query rows is left to measure. All is float32 on one thr
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from detlab.engine.cache import BLOCK
-from detlab.engine.canonical import RowRule, draw, find_row_rule, ledger, name_of, one_thread, run_by_rule
+from detlab.engine.canonical import one_thread
+from detlab.engine.classes import Probe, RowClasses, row_classes
 from detlab.engine.elementwise import canonical_elementwise
+from detlab.engine.probes import cancelling
 from detlab.engine.step import Step
 from detlab.errors import MachineError
 
-__all__ = ["CappedRule", "capped_attention", "capped_rule", "reference_capped_attention"]
+__all__ = ["CappedClasses", "capped_attention", "capped_classes", "reference_capped_attention"]
 
-_GRANULES = (1, 4, 8, 16, 32)
 _ROWS = 512  # query rows at once, heads of a group folded into them: what bounds the scores' memory
 _tanh, _exp = canonical_elementwise(torch.tanh), canonical_elementwise(torch.exp)
 
-#: The row rules of the two products, queries by keys and weights by values.
-CappedRule = tuple[RowRule, RowRule]
+#: The class maps of the two products, queries by keys and weights by values, on one thread.
+CappedClasses = tuple[RowClasses, RowClasses]
 
 
-def capped_rule(size: int, device: torch.device | str = "cpu") -> CappedRule:
-    """The rules for a head size, measured once per machine.
+def capped_classes(size: int, device: torch.device | str = "cpu") -> CappedClasses:
+    """The class maps for a head size.
 
     Raises:
         MachineError: a product has no stable shape here.
     """
-    return _rule(size, torch.device(device))
-
-
-@lru_cache(maxsize=64)
-def _rule(size: int, device: torch.device) -> CappedRule:
-    keys, values = (draw(BLOCK, size, dtype=torch.float32, seed=seed, device=device) for seed in (2, 3))
-    values = _with_ones(values)
-    kernels = {"scores": (size, partial(F.linear, weight=keys)), "weights": (BLOCK, partial(torch.mm, mat2=values))}
-    rules = []
+    made = []
     with one_thread():
-        for what, (width, kernel) in kernels.items():
-            name = name_of(f"capped {what}", torch.float32, size, device=device)
-            measure = partial(find_row_rule, kernel, width, torch.float32, _GRANULES, device=device)
-            rule: RowRule | None = ledger().look_up(name, RowRule, measure)
-            if rule is None:
+        for what, width, outputs in (("scores", size, BLOCK), ("weights", BLOCK, size + 1)):
+            found = row_classes(
+                f"capped {what}", torch.float32, (width, outputs), partial(_probe, what, width, outputs, torch.device(device)),
+                work=width * outputs, row_bytes=4 * width, device=device,
+            )  # fmt: skip
+            if found is None:
                 raise MachineError(
                     f"attention with capped scores, heads of {size}: the product of {what} has no stable shape on this "
                     "machine, so it cannot be made invariant here."
                 )
-            rules.append(rule)
-    return rules[0], rules[1]
+            made.append(found)
+    return made[0], made[1]
+
+
+def _probe(what: str, width: int, outputs: int, device: torch.device, seed: int) -> Probe:
+    """One of the two products, with rows that cancel with what they are multiplied by."""
+    x, weight, _ = (t if t is None else t.to(device) for t in cancelling(Probe.ROWS, width, outputs, torch.float32, seed=seed))
+    assert x is not None and weight is not None
+    call = partial(F.linear, weight=weight) if what == "scores" else partial(torch.mm, mat2=weight.t().contiguous())
+    return Probe(call, x)
 
 
 def _with_ones(values: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ def capped_attention(query: Tensor, keys: Tensor, values: Tensor, step: Step, ca
     batch, heads, tokens, size = query.shape
     groups = keys.shape[1]
     group = heads // groups
-    rule = capped_rule(size, query.device)
+    classes = capped_classes(size, query.device)
     folded = query.float().view(batch, groups, group, tokens, size)
     result = query.new_empty(batch, tokens, groups, group, size)
     with one_thread():
@@ -92,21 +94,22 @@ def capped_attention(query: Tensor, keys: Tensor, values: Tensor, step: Step, ca
                 for head in range(groups):
                     q = folded[row, head, :, first:last].reshape(-1, size)
                     k, v = keys[row, head, :seen].float(), values[row, head, :seen].float()
-                    out = _attend(q, k, v, mask[min(row, len(mask) - 1)], cap, size**-0.5 if scale is None else scale, rule)
+                    out = _attend(q, k, v, mask[min(row, len(mask) - 1)], cap, size**-0.5 if scale is None else scale, classes)
                     result[row, first:last, head] = out.view(group, last - first, size).transpose(0, 1)
     return result.view(batch, tokens, heads, size)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, cap: float, scale: float, rule: CappedRule) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, cap: float, scale: float,
+            classes: CappedClasses) -> Tensor:  # fmt: skip
     """One head: [rows, size] after [whole blocks, size] of keys and values, float32, with a mask [rows or 1, keys]."""
     starts = range(0, len(keys), BLOCK)
-    scores = torch.cat([run_by_rule(partial(F.linear, weight=keys[at : at + BLOCK]), q, rule[0]) for at in starts], 1)
+    scores = torch.cat([classes[0].run(partial(F.linear, weight=keys[at : at + BLOCK]), q) for at in starts], 1)
     scores = _tanh(scores * (scale / cap)) * cap + mask
     weights = _exp(scores - scores.amax(1, keepdim=True))
     total = q.new_zeros(len(q), values.shape[1] + 1)
     for at in starts:  # a block that a row sees nothing of adds +0.0 to it
         product = partial(torch.mm, mat2=_with_ones(values[at : at + BLOCK]))
-        total = total + run_by_rule(product, weights[:, at : at + BLOCK].contiguous(), rule[1])
+        total = total + classes[1].run(product, weights[:, at : at + BLOCK].contiguous())
     return total[:, :-1] / total[:, -1:]
 
 
@@ -125,13 +128,13 @@ def reference_capped_attention(query: Tensor, keys: Tensor, values: Tensor, cap:
     heads, size = query.shape
     groups, count, _ = keys.shape
     total = -(-count // BLOCK) * BLOCK
-    first, second = capped_rule(size, query.device)
+    first, second = capped_classes(size, query.device)
     scale = size**-0.5 if scale is None else scale
     rows = []
     with one_thread():
         for head in range(heads):
             k, v = (F.pad(t[head // (heads // groups)].float(), (0, 0, 0, total - count)) for t in (keys, values))
-            tile = k.new_zeros(first.granule, size)
+            tile = k.new_zeros(first.map.unit, size)
             tile[0] = query[head].float()
             blocks = [F.linear(tile, k[at : at + BLOCK])[0] for at in range(0, total, BLOCK)]
             scores = torch.tanh(torch.cat(blocks) * (scale / cap)) * cap
@@ -139,7 +142,7 @@ def reference_capped_attention(query: Tensor, keys: Tensor, values: Tensor, cap:
             weights = torch.exp(scores - scores.max())
             sums = k.new_zeros(size + 1)
             for at in range(0, total, BLOCK):
-                tile = k.new_zeros(second.granule, BLOCK)
+                tile = k.new_zeros(second.map.unit, BLOCK)
                 tile[0] = weights[at : at + BLOCK]
                 sums = sums + torch.mm(tile, _with_ones(v[at : at + BLOCK]))[0]
             rows.append(sums[:-1] / sums[-1])

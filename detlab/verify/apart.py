@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detlab import bits
-from detlab.engine.canonical import draw
+from detlab.engine.probes import draw
 
 __all__ = ["ALIGNMENTS", "ISAS", "Elsewhere", "kernels_digest", "moved", "settings_of"]
 

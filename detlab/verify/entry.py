@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 
 from detlab.coverage import coverage
 from detlab.engine import session as engine
-from detlab.engine.canonical import ledger, name_of
+from detlab.engine.ledger import ledger, name_of
 from detlab.environment import environment
 from detlab.errors import CaptureError, UsageError
 from detlab.models import tokenizer_for

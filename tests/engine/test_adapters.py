@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import detlab
-from detlab.engine.canonical import draw
+from detlab.engine.probes import draw
 from detlab.verify.serve import Way, logits_of
 from tests.bit_classes import bitwise_equal
 

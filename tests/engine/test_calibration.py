@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from detlab.engine.canonical import Ledger, RowRule, draw, find_row_rule
+from detlab.engine.ledger import Ledger
+from detlab.engine.probes import draw
 
 MACHINE = {"cpu": "one", "torch": "2"}
 
@@ -111,34 +112,6 @@ def test_two_processes_keep_what_the_other_measured(tmp_path):
     a.look_up("first", Rule, Counter())
     b.look_up("second", Rule, Counter())
     assert set(Ledger(tmp_path, MACHINE).measured) == {"first", "second"}
-
-
-# ---------------------------------------------------------------------------------------------- planted kernels
-def planted(class_of):
-    """A kernel whose bits depend on the number of rows, through its class."""
-
-    def kernel(x):
-        return x * (1 + class_of(len(x)) / 1024)
-
-    return kernel
-
-
-def test_the_smallest_granule_that_is_one_class_is_found():
-    assert find_row_rule(planted(lambda rows: rows < 8), 16, torch.float32, (4, 8, 16, 32)) is not None
-    rule = find_row_rule(planted(lambda rows: rows < 8), 16, torch.float32, (4, 8, 16, 32))
-    assert isinstance(rule, RowRule) and rule.granule == 8
-
-
-def test_where_every_number_of_rows_has_other_bits_one_number_is_used():
-    rule = find_row_rule(planted(lambda rows: rows % 5), 16, torch.float32, (4, 8))
-    assert isinstance(rule, RowRule) and rule.granule == rule.most
-
-
-def test_a_kernel_whose_bits_follow_the_place_is_not_stable():
-    def kernel(x):
-        return x * (1 + torch.arange(len(x))[:, None] % 4 / 1024)
-
-    assert find_row_rule(kernel, 16, torch.float32, (4, 8)) is None
 
 
 def test_drawn_numbers_are_the_same_everywhere():

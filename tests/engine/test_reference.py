@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from detlab.engine.attention import attention_rule, canonical_attention, reference_attention
-from detlab.engine.canonical import draw
 from detlab.engine.elementwise import canonical_elementwise, reference_elementwise
 from detlab.engine.linear import CanonicalLinear, reference_linear
+from detlab.engine.probes import draw
 from detlab.engine.step import Step
 from tests.bit_classes import bitwise_equal
 

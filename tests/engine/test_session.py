@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 import detlab
 from detlab.engine import session as engine
-from detlab.engine.canonical import draw
+from detlab.engine.probes import draw
 from detlab.errors import UsageError
 from tests.bit_classes import bitwise_equal
 

@@ -9,8 +9,8 @@ import transformers
 
 import detlab
 from detlab.engine.attention import canonical_attention
-from detlab.engine.canonical import draw
 from detlab.engine.capped import reference_capped_attention
+from detlab.engine.probes import draw
 from detlab.engine.step import Step
 from detlab.errors import UsageError
 from detlab.verify.serve import Way, logits_of

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import detlab
-from detlab.engine.canonical import draw
+from detlab.engine.probes import draw
 from detlab.verify.serve import Way, generated, logits_of
 from tests.bit_classes import bitwise_equal
 

@@ -1,0 +1,448 @@
+"""Class maps: which numbers of rows give a row the same bits, and how any number of rows is cut or padded into such calls.
+
+A vendor's kernel chooses its order of additions from the *shape* of the call: one row of a product against four is another
+kernel, and forty rows may be another again. The row counts that share one order form a **class**. A class map says of one
+kernel, size, dtype, number of threads and machine which counts are members of the class that is used here. It has holes, and
+large counts may belong to it again where middling ones do not:
+
+    packed bfloat16 576x576 on a CPU with AMX:    members 1..32, 768..2048    another class 40..512
+
+Nothing is interpolated: a count is called only after it was probed, with data that show the order of additions (`probes`),
+many rows of data at every place of the call. Small counts are probed when a map is made, larger ones when they are first
+needed. The class is that of calls of ``unit`` rows on one thread; a planner covers the rows of a call by members at the least
+cost that was measured. Which plan it is cannot change a bit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from detlab import bits
+from detlab.engine.canonical import aligned, not_observed, one_thread
+from detlab.engine.ledger import Ledger, ledger, name_of
+
+__all__ = ["ClassMap", "Finding", "Probe", "RowClasses", "RowKernel", "row_classes", "words"]
+
+#: [rows, K] -> [rows, N]; each row of the result is computed from the same row of the argument.
+RowKernel = Callable[[Tensor], Tensor]
+
+_SMALL = (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32)
+_SMALL_HEAVY = (1, 2, 4, 8, 16, 32)
+_LARGE = (40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+_DEVICE = (16, 32, 64, 128, 256)
+_HEAVY = 8_000_000  # multiplications a row from which on fewer counts are probed, with fewer rows of data at each place
+_MOST_WORK = 4_000_000_000  # multiplications of the largest call that is probed; more rows are computed in pieces
+_MANY = 1.15  # several calls must be cheaper than one by so much: times that were measured are not exact
+_PIECE_MICROS = 2.0  # what cutting or padding costs beside the copy, microseconds
+_COPY_BYTES = 6000.0  # copied in a microsecond
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A kernel of one size, with data of its own.
+
+    Attributes:
+        call: the kernel.
+        bank: rows of data, [ROWS, K]. Their number is a prime, so that each meets every place of every tile.
+    """
+
+    ROWS: ClassVar[int] = 61
+    call: RowKernel
+    bank: Tensor
+
+
+#: seed -> the kernel with data that are drawn from it.
+MakeProbe = Callable[[int], Probe]
+
+
+@dataclass(frozen=True)
+class ClassMap:
+    """What is known of the row counts of one kernel.
+
+    Attributes:
+        unit: the class is that of calls of this many rows on one thread, its largest small member.
+        members: counts that were found to be of the class, ascending.
+        micros: the time of a call of each member, microseconds.
+        others: counts that were found not to be of it.
+        digest: of the class's bits for the probe's data.
+    """
+
+    unit: int
+    members: tuple[int, ...]
+    micros: tuple[float, ...]
+    others: tuple[int, ...]
+    digest: str
+
+    def __post_init__(self) -> None:
+        whole = (*self.members, *self.others, self.unit)
+        if min(whole) < 1 or list(self.members) != sorted(set(self.members)) or len(self.members) != len(self.micros):
+            raise ValueError(f"not a class map: {self}")
+
+    def knows(self, count: int) -> bool:
+        """Whether a count was probed."""
+        return count in self.members or count in self.others
+
+    def with_count(self, count: int, micros: float | None) -> ClassMap:
+        """The map with one more count; ``micros`` None: it is not a member."""
+        if micros is None:
+            return replace(self, others=tuple(sorted({*self.others, count})))
+        known = dict(zip(self.members, self.micros, strict=True)) | {count: micros}
+        return replace(self, members=tuple(sorted(known)), micros=tuple(known[c] for c in sorted(known)))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A kernel's shape, looked at once more.
+
+    Attributes:
+        kernel: its name in the ledger.
+        shape: in words.
+        holds: whether it still gives the bits of the class.
+    """
+
+    kernel: str
+    shape: str
+    holds: bool
+
+
+def words(counts: tuple[int, ...]) -> str:
+    """Row counts in words; what lies between two neighbours of the grid was not probed.
+
+    >>> words((1, 2, 3, 4, 8, 40, 48)), words(())
+    ('1..8, 40, 48', 'none')
+    """
+    grid = sorted({*_SMALL, *_LARGE, *counts})
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and grid.index(count) == grid.index(runs[-1][-1]) + 1:
+            runs[-1].append(count)
+        else:
+            runs.append([count])
+    return ", ".join(f"{r[0]}..{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs) or "none"
+
+
+class RowClasses:
+    """The class map of one kernel at the number of threads now set, grown as shapes are asked for.
+
+    Attributes:
+        name: of the measurement, threads left out.
+        map: what is known.
+        is_threaded: the members were found at the threads now set; otherwise calls are made on one thread.
+        ran: counts that were called, or are planned to be.
+        seconds: spent on probing by this process.
+    """
+
+    def __init__(self, what: str, dtype: torch.dtype, sizes: tuple[int, ...], make: MakeProbe, *, work: int, row_bytes: int,
+                 device: torch.device | str = "cpu", book: Ledger | None = None) -> None:  # fmt: skip
+        """Reads what is known of a kernel, and probes its small row counts where nothing is.
+
+        Args:
+            what: names the kernel.
+            dtype, sizes: of its operands.
+            make: makes the kernel with data of its own, which are dropped when a probe is done.
+            work: multiplications a row.
+            row_bytes: size of a row of x.
+            device: where it runs.
+            book: the ledger; None for this machine's.
+
+        Raises:
+            LookupError: no number of rows gives stable bits.
+        """
+        self.name = name_of(what, dtype, *sizes, device=device, threads=0).rpartition(" ")[0]
+        self._book = ledger() if book is None else book
+        self._make, self._row_bytes = make, row_bytes
+        is_device = torch.device(device).type != "cpu"
+        self._is_heavy = work > _HEAVY
+        self._small = _DEVICE if is_device else _SMALL_HEAVY if self._is_heavy else _SMALL
+        large = [c for c in _LARGE if c * work <= _MOST_WORK and c > self._small[-1]]
+        self._grid = (*self._small, *large)
+        self._lock = threading.RLock()
+        self._plans: dict[int, tuple[int, ...]] = {}
+        self.ran: set[int] = set()
+        self.seconds = 0.0
+        where = name_of("", dtype, device=device).split()[-1]
+        alone = where if is_device else "threads=1"
+        self._key, self._alone = f"{self.name} {where}", f"{self.name} {alone}"
+        with self._lock, not_observed():
+            base = self._known(self._alone) or self._found()
+            self.map, self.is_threaded = base, True
+            if where == alone:
+                return
+            shared = self._known(self._key)
+            if shared is None or (shared.unit, shared.digest) != (base.unit, base.digest):
+                shared = self._grown(replace(base, members=(), micros=(), others=()), self._small)
+                self._book.keep(self._key, shared)
+            if shared.members:
+                self.map = shared
+            else:
+                self._key, self.is_threaded = self._alone, False
+
+    def _known(self, key: str) -> ClassMap | None:
+        found: ClassMap | None = self._book.known(key, ClassMap)
+        return found
+
+    # ------------------------------------------------------------------------------------------------------- planning
+    def plan(self, rows: int) -> tuple[int, ...]:
+        """Counts that cover so many rows, one call each; the last may be larger than what is left, and is padded."""
+        found = self._plans.get(rows)
+        if found is None:
+            with self._lock:
+                self._explore(rows)
+                found = self._plans[rows] = self._cheapest(rows)
+            self.ran.update(found)
+        return found
+
+    def run(self, kernel: RowKernel, x: Tensor) -> Tensor:
+        """Calls a kernel of this map on [rows, K] as planned; returns [rows, N]."""
+        if self.is_threaded:
+            return self._run(kernel, x)
+        with one_thread():
+            return self._run(kernel, x)
+
+    def _run(self, kernel: RowKernel, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if not rows:
+            return kernel(x)
+        plan = self.plan(rows)
+        if len(plan) == 1:
+            spare = plan[0] - rows
+            return kernel(F.pad(x, (0, 0, 0, spare)))[:rows] if spare else kernel(aligned(x))
+        pieces, at = [], 0
+        for count in plan:
+            piece = x[at : at + count]
+            spare = count - piece.shape[0]
+            pieces.append(kernel(F.pad(piece, (0, 0, 0, spare)) if spare else aligned(piece)))
+            at += count
+        return torch.cat(pieces)[:rows]
+
+    def _explore(self, rows: int) -> None:
+        """Probes what a plan for so many rows may use: the neighbours on the grid; larger ones where the next is no member."""
+        most = self._grid[-1]
+        if rows > most:
+            self._explore(most)
+            rows = rows % most or most
+        above = [c for c in self._grid if c >= rows]
+        below = [c for c in self._grid if c <= rows]
+        self._learn([*below[-1:], above[0]])
+        for count in above[1:]:
+            if count > 4 * rows or any(c in self.map.members for c in above):
+                return
+            self._learn([count])
+
+    def _learn(self, counts: list[int]) -> None:
+        unknown = [c for c in dict.fromkeys(counts) if not self.map.knows(c)]
+        if unknown:
+            with not_observed():
+                self.map = self._grown(self.map, unknown)
+            self._plans.clear()
+            self._book.keep(self._key, self.map)
+
+    def _cheapest(self, rows: int) -> tuple[int, ...]:
+        cost = dict(zip(self.map.members, self.map.micros, strict=True))
+        best_rate = min(cost, key=lambda count: cost[count] / count)
+        head = []
+        while rows > 2 * self.map.members[-1]:
+            head.append(best_rate)
+            rows -= best_rate
+        known: dict[int, tuple[float, tuple[int, ...]]] = {}
+
+        def cover(left: int) -> tuple[float, tuple[int, ...]]:
+            if left <= 0:
+                return 0.0, ()
+            if left not in known:
+                below = [c for c in cost if c <= left]
+                options = [
+                    (cost[c] + _PIECE_MICROS + c * self._row_bytes / _COPY_BYTES + rest, (c, *pieces))
+                    for c in {*below[-2:], *([best_rate] if best_rate <= left else [])}
+                    for rest, pieces in [cover(left - c)]
+                ]
+                above = next((c for c in cost if c >= left), None)
+                if above is not None:
+                    copied = above * self._row_bytes / _COPY_BYTES + _PIECE_MICROS if above > left else 0.0
+                    options.append((cost[above] + copied, (above,)))
+                if left in cost:
+                    options.append((cost[left], (left,)))
+                known[left] = min(options, key=lambda option: option[0] * (1.0 if len(option[1]) == 1 else _MANY))
+            return known[left]
+
+        return (*head, *cover(rows)[1])
+
+    # -------------------------------------------------------------------------------------------------------- probing
+    def _tries(self, count: int) -> int:
+        """Rows of data that are tried at each place of a call."""
+        tries = 32 if count <= 32 else 16 if count <= 256 else 8
+        return tries // 2 if self._is_heavy else tries
+
+    def _found(self) -> ClassMap:
+        """Chooses the class on one thread: of the small counts, the one that serves 1 to 32 rows with the least work."""
+        started = time.perf_counter()
+        probe = self._make(0)
+        groups: list[tuple[Tensor, dict[int, float]]] = []
+        refused = []
+        with one_thread():
+            for counts in (self._small, (64, 128)):
+                for count in reversed(counts):
+                    if not self._joins(groups, probe, count):
+                        refused.append(count)
+                if groups:
+                    break
+        self.seconds += time.perf_counter() - started
+        if not groups:
+            self._book.keep(self._alone, None)
+            raise LookupError(f"no number of rows gives {self.name} stable bits")
+        expected, micros = min(groups, key=lambda group: _work(tuple(group[1])))
+        members = tuple(sorted(micros))
+        others = [c for _, group in groups if group is not micros for c in group]
+        made = ClassMap(
+            members[-1], members, tuple(round(micros[c], 2) for c in members), tuple(sorted([*refused, *others])),
+            bits.md5(expected),
+        )  # fmt: skip
+        self._book.keep(self._alone, made)
+        return made
+
+    def _joins(self, groups: list[tuple[Tensor, dict[int, float]]], probe: Probe, count: int) -> bool:
+        """Puts a count into the group whose bits it has, or into a new one; False where its rows have no bits of their own."""
+        for expected, members in groups:
+            micros = self._micros(probe, count, expected)
+            if micros is not None:
+                members[count] = micros
+                return True
+        expected = _tiles(probe, count)
+        micros = self._micros(probe, count, expected)
+        if micros is None or not _ignores_neighbours(probe, count, expected):
+            return False
+        groups.append((expected, {count: micros}))
+        return True
+
+    def _grown(self, known: ClassMap, counts: tuple[int, ...] | list[int]) -> ClassMap:
+        """The map with these counts probed, at the threads now set or on one, as the map is."""
+        if not counts:
+            return known
+        started = time.perf_counter()
+        probe = self._make(0)
+        with one_thread():
+            expected = _tiles(probe, known.unit)
+        if bits.md5(expected) != known.digest:  # the file says that it is of this machine, and its bits are not
+            known = self._found()
+            if self._key != self._alone:
+                known = replace(known, members=(), micros=(), others=())
+                counts = [*self._small, *counts]
+            with one_thread():
+                expected = _tiles(probe, known.unit)
+        for count in counts:
+            if getattr(self, "is_threaded", True):
+                micros = self._micros(probe, count, expected)
+            else:
+                with one_thread():
+                    micros = self._micros(probe, count, expected)
+            known = known.with_count(count, None if micros is None else round(micros / self._pace(probe, known), 2))
+        self.seconds += time.perf_counter() - started
+        return known
+
+    def _micros(self, probe: Probe, count: int, expected: Tensor) -> float | None:
+        """Time of a call of so many rows; None where a row at some place has other bits than expected, [ROWS, N]."""
+        tries = self._tries(count)
+        places = torch.arange(count, device=probe.bank.device)
+        least = float("inf")
+        for number in range(tries):
+            rows = (places + number * Probe.ROWS // tries) % Probe.ROWS
+            x = probe.bank[rows]
+            started = time.perf_counter()
+            y = probe.call(x)
+            least = min(least, time.perf_counter() - started)
+            if not bits.equal(y, expected[rows]):
+                return None
+        return 1e6 * least
+
+    def _pace(self, probe: Probe, known: ClassMap) -> float:
+        """How much slower the machine is now than when the map was begun: times are kept as they would have been then."""
+        if known.unit not in known.members:
+            return 1.0
+        x = probe.bank[torch.arange(known.unit, device=probe.bank.device) % Probe.ROWS]
+        least = float("inf")
+        for _ in range(8):
+            started = time.perf_counter()
+            probe.call(x)
+            least = min(least, time.perf_counter() - started)
+        return 1e6 * least / known.micros[known.members.index(known.unit)]
+
+    def recheck(self, seed: int = 1) -> list[Finding]:
+        """Looks at each count that ran once more, with other data, against calls of ``unit`` rows on one thread."""
+        with self._lock, not_observed():
+            probe = self._make(seed)
+            with one_thread():
+                expected = _tiles(probe, self.map.unit)
+            found = []
+            for count in sorted(self.ran):
+                if self.is_threaded:
+                    micros = self._micros(probe, count, expected)
+                else:
+                    with one_thread():
+                        micros = self._micros(probe, count, expected)
+                found.append(Finding(self._key, f"{count} rows", micros is not None))
+        return found
+
+    def __str__(self) -> str:
+        others = f"; not of it: {words(self.map.others)}" if self.map.others else ""
+        return f"{self._key}: one class at {words(self.map.members)} rows{others}"
+
+
+def _tiles(probe: Probe, unit: int) -> Tensor:
+    """The bank's rows in calls of ``unit`` rows: [61, N]."""
+    made, size = [], len(probe.bank)
+    for start in range(0, size, unit):
+        rows = torch.arange(start, start + unit, device=probe.bank.device) % size
+        made.append(probe.call(probe.bank[rows])[: size - start])
+    return torch.cat(made)
+
+
+def _ignores_neighbours(probe: Probe, count: int, expected: Tensor) -> bool:
+    """Whether a row among zeros has the bits it has among others."""
+    tile = probe.bank.new_zeros(count, probe.bank.shape[1])
+    for row in range(0, Probe.ROWS, 8):
+        tile[0] = probe.bank[row]
+        if not bits.equal(probe.call(tile)[0], expected[row]):
+            return False
+    return True
+
+
+def _work(members: tuple[int, ...]) -> int:
+    """Work of serving 1 to 32 rows with calls of these counts: rows computed, at least four a call, and three for the call."""
+    total = 0
+    for rows in range(1, 33):
+        fitting = [max(c, 4) + 3 for c in members if c >= rows]
+        cut = [-(-rows // c) * (max(c, 4) + 3) for c in members]
+        total += min([*fitting, *cut])
+    return total
+
+
+_known: dict[tuple[str, str, int], RowClasses] = {}
+_lock = threading.RLock()
+
+
+def row_classes(what: str, dtype: torch.dtype, sizes: tuple[int, ...], make: MakeProbe, *, work: int, row_bytes: int,
+                device: torch.device | str = "cpu") -> RowClasses | None:  # fmt: skip
+    """The classes of a kernel at the number of threads now set, one object for all layers of a size; None where none is stable.
+
+    Args are those of `RowClasses`.
+    """
+    book = ledger()
+    key = (str(book.path), name_of(what, dtype, *sizes, device=device), id(book))
+    with _lock:
+        if key not in _known:
+            try:
+                _known[key] = RowClasses(what, dtype, sizes, make, work=work, row_bytes=row_bytes, device=device)
+            except LookupError:
+                return None
+        found = _known[key]
+        book.kernels[key[1]] = found
+        book.asked.add(key[1])
+        return found
