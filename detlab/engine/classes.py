@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from detlab import bits
 from detlab.engine.canonical import aligned, not_observed, one_thread
-from detlab.engine.ledger import Ledger, ledger, name_of
+from detlab.engine.ledger import Finding, Ledger, ledger, name_of
 
 __all__ = ["ClassMap", "Finding", "Probe", "RowClasses", "RowKernel", "row_classes", "words"]
 
@@ -96,21 +97,6 @@ class ClassMap:
             return replace(self, others=tuple(sorted({*self.others, count})))
         known = dict(zip(self.members, self.micros, strict=True)) | {count: micros}
         return replace(self, members=tuple(sorted(known)), micros=tuple(known[c] for c in sorted(known)))
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A kernel's shape, looked at once more.
-
-    Attributes:
-        kernel: its name in the ledger.
-        shape: in words.
-        holds: whether it still gives the bits of the class.
-    """
-
-    kernel: str
-    shape: str
-    holds: bool
 
 
 def words(counts: tuple[int, ...]) -> str:
@@ -195,8 +181,12 @@ class RowClasses:
         found = self._plans.get(rows)
         if found is None:
             with self._lock:
-                self._explore(rows)
-                found = self._plans[rows] = self._cheapest(rows)
+                is_new = self._explore(rows)
+                found = self._cheapest(rows)
+                if is_new and len(found) > 1:
+                    self._race(found, rows)
+                    found = self._cheapest(rows)
+                self._plans[rows] = found
             self.ran.update(found)
         return found
 
@@ -223,9 +213,13 @@ class RowClasses:
             at += count
         return torch.cat(pieces)[:rows]
 
-    def _explore(self, rows: int) -> None:
-        """Probes what a plan for so many rows may use: the neighbours on the grid; larger ones where the next is no member."""
-        most = self._grid[-1]
+    def _explore(self, rows: int) -> bool:
+        """Probes what a plan for so many rows may use: the neighbours on the grid; larger ones where the next is no member.
+
+        Returns:
+            Whether there was something to probe.
+        """
+        most, before = self._grid[-1], self.map
         if rows > most:
             self._explore(most)
             rows = rows % most or most
@@ -234,8 +228,9 @@ class RowClasses:
         self._learn([*below[-1:], above[0]])
         for count in above[1:]:
             if count > 4 * rows or any(c in self.map.members for c in above):
-                return
+                break
             self._learn([count])
+        return self.map is not before
 
     def _learn(self, counts: list[int]) -> None:
         unknown = [c for c in dict.fromkeys(counts) if not self.map.knows(c)]
@@ -245,9 +240,32 @@ class RowClasses:
             self._plans.clear()
             self._book.keep(self._key, self.map)
 
+    def _race(self, plan: tuple[int, ...], least_rows: int) -> None:
+        """Times several calls against one that holds all their rows, in turn: times of different moments may mislead."""
+        single = next((c for c in self.map.members if c >= least_rows), None)
+        if single is None:
+            return
+        started = time.perf_counter()
+        with not_observed(), nullcontext() if self.is_threaded else one_thread():
+            probe = self._make(0)
+            places = [[torch.arange(c, device=probe.bank.device) % Probe.ROWS for c in way] for way in (plan, (single,))]
+            ways = [[probe.bank[rows] for rows in way] for way in places]
+            least = [float("inf")] * 2
+            for _ in range(5):
+                for number, pieces in enumerate(ways):
+                    before = time.perf_counter()
+                    for x in pieces:
+                        probe.call(x)
+                    least[number] = min(least[number], time.perf_counter() - before)
+        cost = dict(zip(self.map.members, self.map.micros, strict=True))
+        self.map = self.map.with_count(single, round(sum(cost[c] for c in plan) * least[1] / least[0], 2))
+        self._book.keep(self._key, self.map)
+        self.seconds += time.perf_counter() - started
+
     def _cheapest(self, rows: int) -> tuple[int, ...]:
         cost = dict(zip(self.map.members, self.map.micros, strict=True))
-        best_rate = min(cost, key=lambda count: cost[count] / count)
+        rate = min(cost[c] / c for c in cost)
+        best_rate = max(c for c in cost if cost[c] / c <= rate * _MANY)
         head = []
         while rows > 2 * self.map.members[-1]:
             head.append(best_rate)
@@ -373,6 +391,12 @@ class RowClasses:
             probe.call(x)
             least = min(least, time.perf_counter() - started)
         return 1e6 * least / known.micros[known.members.index(known.unit)]
+
+    def fresh(self) -> None:
+        """Forgets which counts ran, so that `recheck` looks at those alone that run from now on."""
+        with self._lock:
+            self._plans.clear()  # a plan that is known is not noted again
+            self.ran.clear()
 
     def recheck(self, seed: int = 1) -> list[Finding]:
         """Looks at each count that ran once more, with other data, against calls of ``unit`` rows on one thread."""

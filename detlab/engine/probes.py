@@ -5,11 +5,11 @@ what the orders do to it is small, and rounding hides it. Here the exact sum is 
 other sign, at another place. All that is left of such a sum is what the additions rounded away, in the order in which they were
 made. Data of this kind are drawn from integers, so that they have the same bits on every machine.
 
-How often two different orders agree on an element by accident depends on how much of the order differs (float32; bfloat16, whose
-products have 16 bits; sums of 576 terms): two chains for one, 0.1 % and 1 %; the last 16 terms apart, 3 % and 19 %; the last six,
-8 % and 57 %; the last two, 47 % and 97 %. A class is therefore tried with many rows at every place of a call (`classes`): an
-order that differs in all columns cannot be missed, and two chains for one in a single element of a call of up to 32 rows are
-missed with a probability of 0.05 ** 32.
+How often two different orders agree on an element by accident depends on how much of the order differs. Measured for sums of
+576 terms, in float32 and in bfloat16 (whose products have 16 bits): two chains for one, 0.1 % and 1 %; the last 16 terms
+apart, 3 % and 19 %; the last six, 8 % and 57 %; the last two, 47 % and 97 %. A class is therefore tried with many rows at
+every place of a call (`classes`): an order that differs in all columns cannot be missed, and two chains for one in a single
+element of a call of up to 32 rows are missed with a probability of 0.05 ** 32.
 """
 
 from __future__ import annotations
