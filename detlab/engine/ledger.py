@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from detlab.engine.canonical import not_observed
 from detlab.environment import cache_dir, environment
 
-__all__ = ["Ledger", "ledger", "name_of"]
+__all__ = ["Finding", "Ledger", "ledger", "name_of"]
 
 _FORMAT = 5  # raise it when what is measured, or how, changes: older measurements are then made again
 
@@ -40,6 +40,21 @@ def _machine() -> dict[str, Any]:
         },
         "cores": os.cpu_count(),
     }
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A kernel's shape, looked at once more.
+
+    Attributes:
+        kernel: its name in the ledger.
+        shape: in words.
+        holds: whether it still gives the bits of the class.
+    """
+
+    kernel: str
+    shape: str
+    holds: bool
 
 
 class Ledger:
