@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import DynamicCache
 
 from detlab import bits
 from detlab.engine import session as engine
@@ -189,7 +190,7 @@ def _warm_up(model: Any) -> None:
 def _prefill_and_decode(model: Any) -> None:
     """A batch of three rows, one of them padded, prefilled and decoded for two steps."""
     ids, mask = _batch(model)
-    cache = None
+    kept: dict[str, Any] = {"cache": DynamicCache(config=model.config)}
     for _ in range(3):
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         output = model(
@@ -197,13 +198,23 @@ def _prefill_and_decode(model: Any) -> None:
             attention_mask=mask,
             position_ids=positions,
             use_cache=True,
-            **({} if cache is None else {"cache": cache}),
+            **kept,
         )
-        cache = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
-        if cache is None:
-            raise UsageError(f"{type(model).__name__} returns no cache; the tier covers models that keep keys and values.")
+        kept = _kept(model, output, kept)
         ids = output.logits[:, -1:].argmax(-1)
         mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+
+
+def _kept(model: Any, output: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What the next call is given of this one's tokens, by name: what the model returned, or the cache that it was given."""
+    if getattr(output, "state", None) is not None:
+        return {"state": output.state}
+    cache = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
+    if cache is not None:
+        return {"cache": cache}
+    if not any(getattr(layer, "seen", 0) for layer in given["cache"].layers):
+        raise UsageError(f"{type(model).__name__} returns no cache; the tier covers models that keep keys and values.")
+    return given
 
 
 def _batch(model: Any) -> tuple[Tensor, Tensor]:
@@ -231,9 +242,10 @@ def _compare_rows(model: Any) -> str | None:
         if not bits.equal(alone.contiguous(), together[row, real].contiguous()):
             return "measured here: a text's logits change with the batch or with its padding, though each op alone looks safe"
     half = ids.shape[1] // 2
-    first = model(input_ids=ids[:1, :half], position_ids=positions[:1, :half], use_cache=True)
-    cache = getattr(first, "cache", None) or first.past_key_values
-    second = model(input_ids=ids[:1, half:], position_ids=positions[:1, half:], use_cache=True, cache=cache)
+    kept: dict[str, Any] = {"cache": DynamicCache(config=model.config)}
+    first = model(input_ids=ids[:1, :half], position_ids=positions[:1, :half], use_cache=True, **kept)
+    kept = _kept(model, first, kept)
+    second = model(input_ids=ids[:1, half:], position_ids=positions[:1, half:], use_cache=True, **kept)
     if not bits.equal(torch.cat([first.logits, second.logits], 1)[0], together[0].contiguous()):
         return "measured here: a text's logits change with the pieces of its prefill, though each op alone looks safe"
     return None

@@ -31,7 +31,7 @@ def canonical_elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[Ten
         if not spare and torch.get_num_threads() == 1:  # the short way, taken nearly always
             return function(x if x.is_contiguous() else x.contiguous())
         with one_thread():
-            flat = x.reshape(-1)
+            flat = x.reshape(-1).contiguous()  # of every other element, it would be a view that is not computed in vectors
             padded = F.pad(flat, (0, spare)) if spare else flat
             return function(padded)[: flat.numel()].view(x.shape)
 

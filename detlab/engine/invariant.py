@@ -17,7 +17,8 @@ from detlab.engine.elementwise import RotaryTable, canonical_elementwise, is_act
 from detlab.engine.experts import CanonicalExperts, CanonicalRouter, is_experts, is_router
 from detlab.engine.install import SIBLINGS, check_linear, install_attention, release
 from detlab.engine.linear import CanonicalLinear, weight_of
-from detlab.engine.mixers import GatedNorm, is_gated_norm, mixer_part
+from detlab.engine.mixers import GatedNorm, is_gated_norm
+from detlab.engine.mixing import mixer_part
 from detlab.engine.session import Session
 from detlab.engine.watch import NoCopy, version_of
 
@@ -50,7 +51,7 @@ def install(session: Session, model: PreTrainedModel) -> None:
 def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[..., Any] | None]:
     """What replaces a module's forward, and its kind; None leaves the module as it is."""
     options = session.options
-    mixer = mixer_part(module)
+    mixer = mixer_part(module, name)
     if mixer is not None:
         if not session.wants(name, "mixer"):
             return "mixer", None

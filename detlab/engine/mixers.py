@@ -20,7 +20,18 @@ from detlab.engine.session import Session
 from detlab.engine.watch import NoCopy
 from detlab.errors import UsageError
 
-__all__ = ["GatedNorm", "Mamba2Part", "MambaPart", "MixerPart", "ShortConvolutionPart", "is_gated_norm", "mixer_part"]
+__all__ = [
+    "GatedNorm",
+    "Mamba2Part",
+    "MambaPart",
+    "MixerPart",
+    "ShortConvolutionPart",
+    "ZambaPart",
+    "is_gated_norm",
+    "pack",
+    "split_heads",
+    "unpack",
+]
 
 
 class MixerPart(NoCopy):
@@ -75,12 +86,19 @@ class MixerPart(NoCopy):
         return out
 
 
-def _pack(rows: Rows | None, x: Tensor) -> Tensor:
+def pack(rows: Rows | None, x: Tensor) -> Tensor:
+    """Each row's real tokens, moved to its front: [batch, tokens, size]."""
     return x if rows is None else rows.pack(x)
 
 
-def _unpack(rows: Rows | None, x: Tensor) -> Tensor:
+def unpack(rows: Rows | None, x: Tensor) -> Tensor:
+    """The real tokens, moved back to where they were."""
     return x if rows is None else rows.unpack(x)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[..., channels] -> [..., heads, channels of a head]."""
+    return x.reshape(*x.shape[:-1], heads, -1)
 
 
 class Mamba2Part(MixerPart):
@@ -103,9 +121,9 @@ class Mamba2Part(MixerPart):
         else:
             projected = m.in_proj(hidden_states)
         gate, x, steps = torch.split(projected, [m.intermediate_size, m.conv_dim, m.num_heads], -1)
-        x = m.act(self._convolve(m.conv1d, _pack(rows, x), layer, rows))
-        scanned = self._scan(x, _pack(rows, steps), layer, rows)
-        y = _unpack(rows, scanned)
+        x = m.act(self._convolve(m.conv1d, pack(rows, x), layer, rows))
+        scanned = self._scan(x, pack(rows, steps), layer, rows)
+        y = unpack(rows, scanned)
         # The gated norm rounds as the model's does when it is given float32.
         y = m.norm(y, gate) if getattr(m, "mamba_rms_norm", True) else y * silu(gate.float())
         result: Tensor = m.out_proj(y.to(hidden_states.dtype))
@@ -157,8 +175,8 @@ class MambaPart(MixerPart):
         m, dtype = self.module, hidden_states.dtype
         layer, rows = self._begin(hidden_states, cache, kwargs)
         x, gate = m.in_proj(hidden_states).chunk(2, -1)
-        packed = m.act(self._convolve(m.conv1d, _pack(rows, x), layer, rows))
-        x = _unpack(rows, packed)
+        packed = m.act(self._convolve(m.conv1d, pack(rows, x), layer, rows))
+        x = unpack(rows, packed)
         steps, keys, queries = (
             part.contiguous()
             for part in m.x_proj(x.to(dtype)).split([m.time_step_rank, m.ssm_state_size, m.ssm_state_size], -1)
@@ -168,9 +186,9 @@ class MambaPart(MixerPart):
         steps = self.steps(steps).float()
         if m.dt_proj.bias is not None:
             steps = steps + m.dt_proj.bias.float()
-        steps, keys, queries = (_pack(rows, t) for t in (softplus(steps), keys.float(), queries.float()))
+        steps, keys, queries = (pack(rows, t) for t in (softplus(steps), keys.float(), queries.float()))
         y = self._scan(packed, steps, keys, queries, layer, rows)
-        result: Tensor = m.out_proj((_unpack(rows, y) * silu(gate.float())).to(dtype))
+        result: Tensor = m.out_proj((unpack(rows, y) * silu(gate.float())).to(dtype))
         return result
 
     def _scan(self, x: Tensor, steps: Tensor, keys: Tensor, queries: Tensor, layer: StateLayer, rows: Rows | None) -> Tensor:
@@ -189,6 +207,53 @@ class MambaPart(MixerPart):
         return y.transpose(0, 1).contiguous()
 
 
+class ZambaPart(MixerPart):
+    """Zamba's mixer: a Mamba mixer for each head, the heads' projections stacked."""
+
+    def __init__(self, module: Any, name: str, session: Session) -> None:
+        super().__init__(module, name, session)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Computes the rates, and packs the heads' projections, as the parameters are now."""
+        m, is_padded = self.module, self.session.options.is_padded
+        self.rates = -exp(m.A_log.detach().float())
+        self.mixed = [CanonicalLinear(w.detach(), None, f"{self.name}.x_proj_weight", is_padded) for w in m.x_proj_weight]
+        self.steps = [CanonicalLinear(w.detach(), None, f"{self.name}.dt_proj_weight", is_padded) for w in m.dt_proj_weight]
+
+    def tune(self) -> None:
+        """Looks up the rules for the number of threads now set."""
+        for layer in (*self.mixed, *self.steps):
+            layer.tune()
+
+    def __call__(self, hidden_states: Tensor, cache: Any = None, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+        """As the module's forward: [batch, tokens, hidden]; which tokens are padding is known from the model's call."""
+        m, dtype = self.module, hidden_states.dtype
+        layer, rows = self._begin(hidden_states, cache, kwargs)
+        x, gate = split_heads(m.in_proj(hidden_states), m.intermediate_size).unbind(-1)  # the two take turns
+        x = m.act(self._convolve(m.conv1d, pack(rows, x), layer, rows))
+        heads = split_heads(x.to(dtype), m.n_mamba_heads).unbind(-2)
+        sizes = [m.time_step_rank, m.ssm_state_size, m.ssm_state_size]
+        mixed = [torch.split(mix(head.contiguous()), sizes, -1) for mix, head in zip(self.mixed, heads, strict=True)]
+        steps = torch.stack([step(part[0].contiguous()) for step, part in zip(self.steps, mixed, strict=True)], -2)
+        steps = softplus(steps.float() + m.dt_proj_bias.float()).transpose(0, 1)
+        # [tokens, n, batch, heads, 1]
+        keys, queries = (
+            torch.stack([part[k].float() for part in mixed], -1).movedim(0, 1).movedim(2, 1).unsqueeze(-1) for k in (1, 2)
+        )
+        drive = split_heads(x, m.n_mamba_heads).transpose(0, 1)
+        state = layer.get("state", x.shape[0])
+        if state is None:
+            state = x.new_zeros(m.ssm_state_size, *drive.shape[1:])
+        y, state = selective_scan((drive * steps).unsqueeze(1), steps.unsqueeze(1), self.rates.movedim(-1, 0).unsqueeze(1),
+                                  keys, queries, state, rows)  # fmt: skip
+        layer.keep("state", state, 1)
+        y += drive * m.D.float()
+        y = unpack(rows, y.transpose(0, 1).flatten(2)) * silu(gate.float())
+        result: Tensor = m.out_proj(y.to(dtype))
+        return result
+
+
 class ShortConvolutionPart(MixerPart):
     """LFM2's block: a gated convolution over the last few tokens."""
 
@@ -197,15 +262,20 @@ class ShortConvolutionPart(MixerPart):
         m = self.module
         layer, rows = self._begin(hidden_states, cache, kwargs)
         before, after, x = m.in_proj(hidden_states).chunk(3, -1)
-        x = self._convolve(m.conv, _pack(rows, before * x), layer, rows)
-        result: Tensor = m.out_proj(after * _unpack(rows, x).to(hidden_states.dtype))
+        x = self._convolve(m.conv, pack(rows, before * x), layer, rows)
+        result: Tensor = m.out_proj(after * unpack(rows, x).to(hidden_states.dtype))
         return result
 
 
 # ------------------------------------------------------------------------------------------------------------- norms
+_AFTER = ("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated", "OlmoHybridRMSNormGated")
+
+
 def is_gated_norm(module: nn.Module) -> bool:
-    """Whether a module is an RMS norm over groups of channels that a gate takes part in."""
-    return type(module).__name__.endswith("RMSNormGated") and hasattr(module, "variance_epsilon")
+    """Whether a module is an RMS norm over groups of channels, with a gate, of a kind that is known here."""
+    if not type(module).__name__.endswith("RMSNormGated") or not type(module).__module__.startswith("transformers.models."):
+        return False
+    return type(module).__name__ in _AFTER or hasattr(module, "group_size") or hasattr(module, "norm_before_gate")
 
 
 class GatedNorm(NoCopy):
@@ -217,7 +287,7 @@ class GatedNorm(NoCopy):
     def __call__(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """As the module's forward: [..., channels] and its gate."""
         m, shape = self.module, hidden_states.shape
-        is_after = getattr(m, "norm_before_gate", False)
+        is_after = getattr(m, "norm_before_gate", type(m).__name__ in _AFTER)
         x = hidden_states.float()
         if gate is not None and not is_after:
             x = x * silu(gate.float())
@@ -229,18 +299,3 @@ class GatedNorm(NoCopy):
             x = x * silu(gate.float())
         result: Tensor = x.to(hidden_states.dtype)
         return result
-
-
-#: Class name -> part, of transformers' modules.
-_PARTS: dict[str, type[MixerPart]] = {
-    **dict.fromkeys(("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer",
-                     "Zamba2MambaMixer"), Mamba2Part),
-    **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), MambaPart),
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), ShortConvolutionPart),
-}  # fmt: skip
-
-
-def mixer_part(module: nn.Module) -> type[MixerPart] | None:
-    """The kind of part that replaces a module's forward; None where it is no mixer that the tier knows."""
-    kind = type(module)
-    return _PARTS.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None

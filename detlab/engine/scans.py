@@ -20,9 +20,12 @@ __all__ = [
     "Rows",
     "causal_convolution",
     "exp",
+    "gated_delta_rule",
     "reference_causal_convolution",
+    "reference_gated_delta_rule",
     "reference_selective_scan",
     "reference_tree_sum",
+    "reference_wkv",
     "run_recurrence",
     "select_ends",
     "selective_scan",
@@ -30,6 +33,7 @@ __all__ = [
     "silu",
     "softplus",
     "tree_sum",
+    "wkv",
 ]
 
 exp, sigmoid = canonical_elementwise(torch.exp), canonical_elementwise(torch.sigmoid)
@@ -209,4 +213,112 @@ def reference_selective_scan(drive: Tensor, steps: Tensor, rates: Tensor, keys: 
         for n in range(len(state)):
             state[n] = exp(steps[t] * rates[n]) * state[n] + keys[t, n] * drive[t]
         results.append(reference_tree_sum([state[n] * queries[t, n] for n in range(len(state))]))
+    return torch.stack(results)
+
+
+def gated_delta_rule(decay: Tensor, rate: Tensor, keys: Tensor, values: Tensor, queries: Tensor, state: Tensor,
+                     rows: Rows | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gated delta rule: the state decays, and what it says of the key is moved towards the value.
+
+    ``state *= decay; state += key * (value - sum(state * key)) * rate``, read out by queries; sums are over the key's terms.
+    Source: Yang et al., "Gated Delta Networks" (2024), equation 10, one token at a time.
+
+    Args:
+        decay, rate: float32 [tokens, batch, heads].
+        keys, queries: float32 [tokens, n, batch, heads].
+        values: float32 [tokens, batch, heads, size].
+        state: float32 [n, batch, heads, size].
+        rows: how many tokens of each row are real; None where all are.
+
+    Returns:
+        [tokens, batch, heads, size], and the state after each row's last real token.
+    """
+    length = max(1, _ELEMENTS // state.numel())
+    results = []
+    for start in range(0, len(decay), length):
+        part = slice(start, start + length)
+        states = state.new_empty(len(decay[part]), *state.shape)
+        now = state
+        for t, (shrink, key) in enumerate(zip(decay[part].unsqueeze(-1), keys[part].unsqueeze(-1), strict=True), start):
+            now = torch.mul(now, shrink, out=states[t - start])
+            change = (values[t] - tree_sum(now * key, 0)) * rate[t].unsqueeze(-1)
+            now.add_(key * change)
+        state = select_ends(states, state, rows, start, 1)
+        results.append(tree_sum(states.mul_(queries[part].unsqueeze(-1)), 1))
+    return (results[0] if len(results) == 1 else torch.cat(results)), state
+
+
+def reference_gated_delta_rule(decay: Tensor, rate: Tensor, keys: Tensor, values: Tensor, queries: Tensor,
+                               state: Tensor) -> Tensor:  # fmt: skip
+    """What `gated_delta_rule` means, slowly: one row and one head, one token and one of the key's terms after the other.
+
+    Args:
+        decay, rate: [tokens].
+        keys, queries: [tokens, n].
+        values: [tokens, size].
+        state: [n, size].
+    """
+    terms = list(state)
+    results = []
+    for t in range(len(decay)):
+        terms = [term * decay[t] for term in terms]
+        said = reference_tree_sum([term * key for term, key in zip(terms, keys[t], strict=True)])
+        change = (values[t] - said) * rate[t]
+        terms = [term + key * change for term, key in zip(terms, keys[t], strict=True)]
+        results.append(reference_tree_sum([term * query for term, query in zip(terms, queries[t], strict=True)]))
+    return torch.stack(results)
+
+
+def wkv(decay: Tensor, first: Tensor, keys: Tensor, values: Tensor, state: Tensor,
+        rows: Rows | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """RWKV's average of values, weighted by exp(key), older tokens less; exponents are kept below a running maximum.
+
+    Source: Peng et al., "RWKV" (2023), equations 16 to 19 and appendix D.
+
+    Args:
+        decay, first: float32 [channels]; what a weight's exponent loses with each token (below 0), and what the newest
+            token's gains.
+        keys, values: float32 [tokens, batch, channels].
+        state: float32 [3, batch, channels]: the weighted sum, the sum of weights, and the maximum that both are scaled by.
+        rows: how many tokens of each row are real; None where all are.
+
+    Returns:
+        [tokens, batch, channels], and the state after each row's last real token.
+    """
+    states = state.new_empty(len(keys), *state.shape)
+    now = state
+    for t, (key, value) in enumerate(zip(keys, values, strict=True)):
+        faded = now[2] + decay
+        most = torch.maximum(faded, key)
+        old, new = exp(torch.stack([faded - most, key - most]))
+        torch.mul(now[:2], old, out=states[t, :2])
+        states[t, 0] += new * value
+        states[t, 1] += new
+        states[t, 2] = most
+        now = states[t]
+    before = torch.cat([state[None], states[:-1]])
+    boosted = keys + first
+    most = torch.maximum(before[:, 2], boosted)
+    old, new = exp(before[:, 2] - most), exp(boosted - most)
+    out = (old * before[:, 0] + new * values) / (old * before[:, 1] + new)
+    return out, select_ends(states, state, rows, 0, 1)
+
+
+def reference_wkv(decay: Tensor, first: Tensor, keys: Tensor, values: Tensor, state: Tensor) -> Tensor:
+    """What `wkv` means, slowly: one row, one token after the other.
+
+    Args:
+        decay, first: [channels].
+        keys, values: [tokens, channels].
+        state: [3, channels].
+    """
+    total, weight, most = state
+    results = []
+    for key, value in zip(keys, values, strict=True):
+        high = torch.maximum(most, key + first)
+        old, new = exp(most - high), exp(key + first - high)
+        results.append((old * total + new * value) / (old * weight + new))
+        high = torch.maximum(most + decay, key)
+        old, new = exp(most + decay - high), exp(key - high)
+        total, weight, most = old * total + new * value, old * weight + new, high
     return torch.stack(results)
