@@ -20,6 +20,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from detlab.deterministic import deterministic
+from detlab.engine.kernels import probing_seconds
 from detlab.engine.session import Options
 from detlab.environment import Environment, environment
 from detlab.errors import UsageError
@@ -39,6 +40,8 @@ class Cell:
         stock_ms, tier_ms: medians, milliseconds a call.
         ratio: median over the rounds of tier / stock; low, high: its quartiles.
         rounds: how often each was called.
+        probing_seconds: of its set-up and first call under the tier, spent on probing shapes that were not known; they are
+            in none of the times above. 0 where the ledger knew them all.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Cell:
     low: float
     high: float
     rounds: int
+    probing_seconds: float = 0.0
 
 
 @dataclass
@@ -58,7 +62,7 @@ class Bench:
         model, dtype, tier, threads: of what.
         cells: the workloads.
         parts: the first decode workload again with single parts of the tier: "only attention", "without padding", ...
-        enter_seconds: entering the context for the first time: calibration where it is not cached, packing, coverage.
+        enter_seconds: entering the context for the first time: probing what the ledger does not know, packing, coverage.
         again_seconds: entering it again.
         environment: the machine's record.
     """
@@ -78,11 +82,16 @@ class Bench:
         """Median of the cells' ratios."""
         return statistics.median(cell.ratio for cell in self.cells)
 
+    @property
+    def probing_seconds(self) -> float:
+        """Seconds that first calls spent on probing shapes that were not known, all cells and parts; entering not counted."""
+        return sum(cell.probing_seconds for cell in (*self.cells, *self.parts))
+
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values."""
         record = asdict(self)
         record["environment"] = None if self.environment is None else self.environment.to_json()
-        return record | {"median_ratio": self.median_ratio}
+        return record | {"median_ratio": self.median_ratio, "probing_seconds": self.probing_seconds}
 
     def to_pandas(self) -> Any:
         """One row for each cell and part."""
@@ -92,24 +101,28 @@ class Bench:
 
     def __str__(self) -> str:
         head = f"{self.model}, {self.dtype}, {self.threads} thread{'s' * (self.threads > 1)}: {self.tier} against stock"
-        lines = [head, f"{'':36}{'stock ms':>10}{'tier ms':>10}{'ratio':>8}  quartiles"]
+        lines = [head, f"{'':36}{'stock ms':>10}{'tier ms':>10}{'ratio':>8}  {'quartiles':14}first call probed"]
         for cell in (*self.cells, *self.parts):
             lines.append(
-                f"{cell.name:36}{cell.stock_ms:10.2f}{cell.tier_ms:10.2f}{cell.ratio:8.2f}  {cell.low:.2f} to {cell.high:.2f}"
+                f"{cell.name:36}{cell.stock_ms:10.2f}{cell.tier_ms:10.2f}{cell.ratio:8.2f}  "
+                f"{f'{cell.low:.2f} to {cell.high:.2f}':14}{cell.probing_seconds:.1f} s"
             )
         lines.append(
-            f"median ratio {self.median_ratio:.2f}; entering {self.enter_seconds:.1f} s, again {self.again_seconds:.1f} s"
+            f"median ratio {self.median_ratio:.2f}; entering {self.enter_seconds:.1f} s, again {self.again_seconds:.1f} s; "
+            f"probing new shapes in first calls {self.probing_seconds:.1f} s"
         )
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         rows = "".join(
             f"<tr><td>{html.escape(c.name)}</td><td>{c.stock_ms:.2f}</td><td>{c.tier_ms:.2f}</td><td>{c.ratio:.2f}</td>"
-            f"<td>{c.low:.2f} to {c.high:.2f}</td></tr>"
+            f"<td>{c.low:.2f} to {c.high:.2f}</td><td>{c.probing_seconds:.1f}</td></tr>"
             for c in (*self.cells, *self.parts)
         )
-        head = "<tr><th></th><th>stock ms</th><th>tier ms</th><th>ratio</th><th>quartiles</th></tr>"
-        return f"<p>{html.escape(str(self).splitlines()[0])}</p><table>{head}{rows}</table>"
+        titles = ("", "stock ms", "tier ms", "ratio", "quartiles", "seconds of probing in the first call")
+        head = "<tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"
+        first, *_, last = (html.escape(line) for line in str(self).splitlines())
+        return f"<p>{first}</p><table>{head}{rows}</table><p>{last}</p>"
 
 
 #: A workload: makes, for one model, the call that is timed.
@@ -172,7 +185,7 @@ def bench(model: nn.Module, tier: str = "invariant", *, batch_sizes: Sequence[in
         for done, (name, make) in enumerate(work.items()):
             if progress is not None:
                 progress(done, steps, name)
-            result.cells.append(_timed(name, make(model), make(twin), seconds))
+            result.cells.append(_timed(name, make, model, twin, seconds))
         stack.close()
         if parts:
             options = {f"{first}: only {kind}": Options(only=_only(kind)) for kind in _PARTS}
@@ -181,7 +194,7 @@ def bench(model: nn.Module, tier: str = "invariant", *, batch_sizes: Sequence[in
                 if progress is not None:
                     progress(done, steps, name)
                 with deterministic(twin, tier, strict=False, options=option):
-                    result.parts.append(_timed(name, work[first](model), work[first](twin), seconds))
+                    result.parts.append(_timed(name, work[first], model, twin, seconds))
     if progress is not None:
         progress(steps, steps, "done")
     return result
@@ -195,11 +208,13 @@ def _only(kind: str) -> Callable[[str, str], bool]:
     return lambda name, other: other in kinds
 
 
-def _timed(name: str, stock: Callable[[], Any], tier: Callable[[], Any], seconds: float) -> Cell:
-    """Calls both in turn, the first alternating, until the time is up."""
-    calls = {"stock": stock, "tier": tier}
+def _timed(name: str, make: Workload, model: Any, twin: Any, seconds: float) -> Cell:
+    """Calls a workload of both models in turn, the first alternating, until the time is up."""
+    before_probing = probing_seconds()
+    calls = {"stock": make(model), "tier": make(twin)}
     for call in calls.values():
         call()
+    probing = probing_seconds() - before_probing
     taken: dict[str, list[float]] = {"stock": [], "tier": []}
     started = time.perf_counter()
     rounds = 0
@@ -212,7 +227,7 @@ def _timed(name: str, stock: Callable[[], Any], tier: Callable[[], Any], seconds
     ratios = [t / s for t, s in zip(taken["tier"], taken["stock"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     stock_ms, tier_ms = (1e3 * statistics.median(taken[which]) for which in ("stock", "tier"))
-    return Cell(name, stock_ms, tier_ms, middle, low, high, rounds)
+    return Cell(name, stock_ms, tier_ms, middle, low, high, rounds, probing)
 
 
 # ---------------------------------------------------------------------------------------------------------- workloads

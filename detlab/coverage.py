@@ -11,7 +11,7 @@ import functools
 import html
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from detlab import bits
 from detlab.engine import session as engine
+from detlab.engine.kernels import KernelMap, watching
 from detlab.errors import CoverageError, UsageError
 
 __all__ = ["Coverage", "OpCoverage", "coverage"]
@@ -81,11 +82,13 @@ class Coverage:
         tier: the tier the model ran under.
         model: the model's class.
         ops: one record for each (module, op, status, reason), in the order of execution.
+        class_maps: what was measured of the tier's kernels that ran: which of their shapes share one order of additions.
     """
 
     tier: str
     model: str
     ops: list[OpCoverage]
+    class_maps: list[KernelMap] = field(default_factory=list)
 
     @property
     def uncovered(self) -> list[OpCoverage]:
@@ -103,7 +106,16 @@ class Coverage:
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values."""
-        return {"tier": self.tier, "model": self.model, "counts": self.counts(), "ops": [asdict(op) for op in self.ops]}
+        return {
+            "tier": self.tier, "model": self.model, "counts": self.counts(), "ops": [asdict(op) for op in self.ops],
+            "class_maps": [asdict(known) for known in self.class_maps],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Coverage:
+        """Reads back what `to_json` gave."""
+        ops, maps = [OpCoverage(**op) for op in data["ops"]], [KernelMap.from_json(known) for known in data["class_maps"]]
+        return cls(data["tier"], data["model"], ops, maps)
 
     def to_pandas(self) -> Any:
         """One row for each record."""
@@ -115,6 +127,7 @@ class Coverage:
         counts = ", ".join(f"{count} {status}" for status, count in self.counts().items())
         lines = [f"{self.model} under tier {self.tier}: {counts}"]
         lines += [f"  uncovered: {op.module or 'the model'} · {op.op}: {op.reason}" for op in self.uncovered]
+        lines += [f"  {known}" for known in self.class_maps]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -126,7 +139,8 @@ class Coverage:
             for (name, status, reason), count in sorted(kinds.items(), key=lambda item: (item[0][1] != "uncovered", item[0]))
         )
         head = "<tr><th>op</th><th>status</th><th>calls</th><th>reason</th></tr>"
-        return f"<p>{html.escape(str(self).splitlines()[0])}</p><table>{head}{rows}</table>"
+        maps = "".join(f"<li>{html.escape(str(known))}</li>" for known in self.class_maps)
+        return f"<p>{html.escape(str(self).splitlines()[0])}</p><table>{head}{rows}</table><ul>{maps}</ul>"
 
 
 def coverage(model: nn.Module, tier: str = "invariant") -> Coverage:
@@ -144,6 +158,14 @@ def coverage(model: nn.Module, tier: str = "invariant") -> Coverage:
     """
     current = engine.session_of(model)
     options = current.options if current is not None and current.tier == tier else None
+    with watching() as running:
+        found = _judged(model, tier, options)
+        maps = [KernelMap.of(name, kernel) for name, kernel in running().items()]
+    return Coverage(tier, type(model).__name__, found, maps)
+
+
+def _judged(model: nn.Module, tier: str, options: engine.Options | None) -> list[OpCoverage]:
+    """One record for each (module, op, status, reason); one more where the whole is not what its ops promise."""
     with engine.applied(model, tier, options) as session, torch.no_grad(), ExitStack() as stack:
         _warm_up(model)
         here = stack.enter_context(_modules(model))
@@ -162,7 +184,7 @@ def coverage(model: nn.Module, tier: str = "invariant") -> Coverage:
                 session.forget()
         if failure is not None:
             found.append(OpCoverage("", "logits", "uncovered", failure, 1))
-    return Coverage(tier, type(model).__name__, found)
+    return found
 
 
 def require_coverage(model: nn.Module, tier: str) -> Coverage:

@@ -288,7 +288,7 @@ def test_a_changed_certificate_is_refused(certificate, tmp_path):
     with pytest.raises(UsageError, match="was changed since it was written"):
         Certificate.load(path)
     path.write_text(json.dumps(data | {"schema": 99}))
-    with pytest.raises(UsageError, match="a certificate of schema 99; this version reads 2"):
+    with pytest.raises(UsageError, match="a certificate of schema 99; this version reads 3"):
         Certificate.load(path)
     path.write_text("{}")
     with pytest.raises(UsageError, match="holds no certificate"):

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from detlab.coverage import Coverage, OpCoverage
+from detlab.coverage import Coverage
+from detlab.engine.kernels import KernelCheck
 from detlab.environment import Environment
 from detlab.errors import UsageError
 from detlab.files import write_text
@@ -18,7 +19,7 @@ from detlab.verify.axes import AXES
 
 __all__ = ["AxisResult", "Certificate", "Mismatch"]
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Certificate:
         axes: one result for each axis, by name.
         md5: prompt id -> MD5 of its logits, served alone in one call under the tier; what another party compares.
         coverage: every op of the model, covered, safe or not.
+        kernels: the kernels that ran under the tier, each probed again in every shape that it ran in.
         class_map: the measured rules by which products and attention are called on this machine.
         environment: the machine's record.
         settings: trials, seed, new_tokens and the lengths of the prompts.
@@ -176,6 +178,7 @@ class Certificate:
     axes: dict[str, AxisResult]
     md5: dict[str, str]
     coverage: Coverage
+    kernels: list[KernelCheck]
     class_map: dict[str, Any]
     environment: Environment
     settings: dict[str, Any]
@@ -185,13 +188,37 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether each axis was tested without a mismatch, and each op is covered or safe."""
-        return self.coverage.holds and all(a.comparisons and not a.mismatches for a in self.axes.values())
+        """Whether each axis was tested without a mismatch, each op is covered or safe, and each kernel's shape held."""
+        is_tried = all(a.comparisons and not a.mismatches for a in self.axes.values())
+        return self.coverage.holds and is_tried and not self.wrong_kernels
 
     @property
     def is_refuted(self) -> bool:
-        """Whether a bit differed under the tier, or an op is not covered."""
-        return not self.coverage.holds or any(a.mismatches for a in self.axes.values())
+        """Whether a bit differed under the tier, an op is not covered, or a kernel's shape did not hold."""
+        return not self.coverage.holds or any(a.mismatches for a in self.axes.values()) or bool(self.wrong_kernels)
+
+    @property
+    def wrong_kernels(self) -> list[KernelCheck]:
+        """Kernels that ran in a shape in which a row has other bits than the class map says."""
+        return [check for check in self.kernels if not check.holds]
+
+    @property
+    def kernel_counts(self) -> dict[str, int]:
+        """Kernels that were probed again, the shapes that they ran in, and those of the shapes that failed."""
+        return {
+            "kernels": len(self.kernels),
+            "shapes": sum(len(check.shapes) for check in self.kernels),
+            "failed": sum(len(check.failed) for check in self.kernels),
+        }
+
+    @property
+    def kernel_words(self) -> str:
+        """What probing the kernels again showed, in one sentence."""
+        count = self.kernel_counts
+        if not self.kernels:
+            return f"no kernel was probed again: tier {self.tier!r} measured none"
+        found = f"{count['failed']:,} do not hold" if count["failed"] else "all hold"
+        return f"{count['kernels']:,} kernels were probed again, in the {count['shapes']:,} shapes that ran: {found}"
 
     @property
     def headline(self) -> str:
@@ -201,6 +228,9 @@ class Certificate:
         said = f"{wrong:,} of {total:,} comparisons differ in a bit"
         if not self.coverage.holds:
             said += f", and {len(self.coverage.uncovered)} ops are not covered"
+        if self.wrong_kernels:
+            count = self.kernel_counts
+            said += f", and {count['failed']:,} of {count['shapes']:,} shapes of kernels do not hold"
         if silent:
             said += f"; the stock model is equal, too, on {', '.join(silent)}: nothing is shown there"
         untested = [a.axis for a in self.axes.values() if a.verdict == "not tested"]
@@ -220,6 +250,7 @@ class Certificate:
             "axes": {name: axis.to_json() for name, axis in self.axes.items()},
             "md5": self.md5,
             "coverage": self.coverage.to_json(),
+            "kernels": self.kernel_counts | {"checks": [asdict(check) for check in self.kernels]},
             "model": self.model,
             "class_map": self.class_map,
             "environment": self.environment.to_json(),
@@ -273,8 +304,8 @@ class Certificate:
 
     @classmethod
     def _read(cls, data: dict[str, Any]) -> Certificate:
-        found = data["coverage"]
-        coverage = Coverage(found["tier"], found["model"], [OpCoverage(**op) for op in found["ops"]])
+        coverage = Coverage.from_json(data["coverage"])
+        kernels = [KernelCheck.from_json(check) for check in data["kernels"]["checks"]]
         axes = {name: AxisResult.from_json(axis) for name, axis in data["axes"].items()}
         if not set(axes) <= set(AXES):
             raise ValueError(f"unknown axes {', '.join(sorted(set(axes) - set(AXES)))}")
@@ -282,7 +313,7 @@ class Certificate:
             raise ValueError("its digests are not those of its prompts")
         names = ("tier", "spec", "model", "prompts", "md5", "class_map", "settings", "limits", "version", "date")
         return cls(
-            axes=axes, coverage=coverage, environment=Environment.from_json(data["environment"]),
+            axes=axes, coverage=coverage, kernels=kernels, environment=Environment.from_json(data["environment"]),
             **{name: data[name] for name in names},
         )  # fmt: skip
 
@@ -316,7 +347,8 @@ class Certificate:
         firsts = [f"first on {a.axis}: {a.first}" for a in self.axes.values() if a.first is not None]
         counts = ", ".join(f"{count} {status}" for status, count in self.coverage.counts().items())
         uncovered = [f"  not covered: {op.module or 'the model'} · {op.op}: {op.reason}" for op in self.coverage.uncovered[:5]]
-        tail = [f"ops: {counts}", *uncovered, *(f"not tested: {limit}" for limit in self.limits)]
+        kernels = [f"kernels: {self.kernel_words}", *(f"  wrong: {check}" for check in self.wrong_kernels)]
+        tail = [f"ops: {counts}", *uncovered, *kernels, *(f"not tested: {limit}" for limit in self.limits)]
         return "\n".join([f"{about}: {self.headline}", *lines, *firsts, *tail])
 
     def _repr_html_(self) -> str:

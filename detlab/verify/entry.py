@@ -16,6 +16,7 @@ from transformers import GenerationMixin
 
 from detlab.coverage import coverage
 from detlab.engine import session as engine
+from detlab.engine.kernels import KernelCheck, check_again, watching
 from detlab.engine.ledger import ledger, name_of
 from detlab.environment import environment
 from detlab.errors import CaptureError, UsageError
@@ -42,6 +43,9 @@ def verify(model: nn.Module, prompts: Any, tier: str = "invariant", axes: Sequen
     reference, and on each axis in other ways; all the logits of a token position must have the same bits, wherever it is
     computed. Of texts longer than 64 tokens about 60 positions are compared, the ends and tile edges among them.
 
+    Then every kernel with a class map is probed again, in each shape that it ran in meanwhile, with data that the map was not
+    made with: a text shows a wrong shape only where the shape moves one of its bits, these data where it moves any.
+
     Args:
         model: a transformers causal language model in eval mode; it is left as it was, also when interrupted.
         prompts: what `load_prompts` returns, or strings, or lists of token ids.
@@ -49,7 +53,7 @@ def verify(model: nn.Module, prompts: Any, tier: str = "invariant", axes: Sequen
         axes: some of "batch", "position", "neighbours", "padding", "chunk", "decode", "cache", "threads", "sampling", "run",
             "isa", "split", "alignment"; None for all that the tier promises: the last three are the exact tier's.
         trials: comparisons for each axis, at least; 0 mismatches of n bound their rate at 3/n.
-        seed: of the ways that are drawn, and of sampling.
+        seed: of the ways that are drawn, of sampling, and of the data that kernels are probed with.
         new_tokens: tokens that are decoded after each prompt.
         threads: numbers of threads for fresh processes; None tries two that this process does not have.
         tokenizer: turns text into tokens; None asks for the one that `load_model` loaded with the model.
@@ -76,20 +80,23 @@ def verify(model: nn.Module, prompts: Any, tier: str = "invariant", axes: Sequen
     # Before the tier is applied: a model with replaced forwards is not one that another process can rebuild.
     folder, why = _sent(model) if apart else (None, "")
     shares = {name: -(-trials // len(settings)) for name, settings in apart.items()} if folder is not None else {}
-    with _class_map(model) as rules, engine.applied(model, tier):
-        covered = coverage(model, tier)
-        work.phase(True, shares)
-        md5 = work.reference_md5()
+    kernels: list[KernelCheck] = []
+    with _class_map(model) as rules, watching() as running:
+        with engine.applied(model, tier):
+            covered = coverage(model, tier)
+            work.phase(True, shares)
+            md5 = work.reference_md5()
+        kernels += check_again(running(), work.probe_seed)
     work.phase(False, shares)
     for name, settings in apart.items():
         if folder is not None:
-            work.apart(name, folder, tier, settings)
+            kernels += work.apart(name, folder, tier, settings)
         else:
             work.results[name].note = why
     machine = environment()
     return Certificate(
-        tier=tier, spec=_spec(tier), model=_about(model), axes=work.results, md5=md5, coverage=covered, class_map=rules,
-        environment=machine, limits=_limits(model, tier, work.results),
+        tier=tier, spec=_spec(tier), model=_about(model), axes=work.results, md5=md5, coverage=covered, kernels=kernels,
+        class_map=rules, environment=machine, limits=_limits(model, tier, work.results),
         prompts={prompt.id: list(tokens) for prompt, tokens in zip(asked, inputs, strict=True)},
         settings={
             "trials": trials, "seed": seed, "new_tokens": new_tokens, "threads": torch.get_num_threads(),

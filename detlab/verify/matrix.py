@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detlab import bits
+from detlab.engine.kernels import KernelCheck
 from detlab.engine.sampling import owned_sampling
 from detlab.process import child
 from detlab.prompts import Prompt
@@ -45,6 +46,7 @@ class Matrix:
                  new_tokens: int, chosen: list[str], progress: Progress | None) -> None:  # fmt: skip
         self.model, self.prompts, self.inputs = model, prompts, inputs
         self.trials, self.seed, self.new_tokens = trials, seed, new_tokens
+        self.probe_seed = 1_000 + 100 * (abs(seed) % 10_000)  # far from the small ones that measurements use
         self.results = {name: AxisResult(name, is_twin=AXES[name].is_twin) for name in chosen}
         self.progress, self.done, self.total = progress, 0, 2 * trials * len(chosen)
         self.texts: dict[tuple[bool, int], list[int]] = {}
@@ -218,7 +220,7 @@ class Matrix:
             job = {"text": text, "way": trial.way.to_json(), "keep": keep}
             self._jobs.setdefault((axis, self.is_tier), []).append((prompt, trial.way, job, logits))
 
-    def apart(self, axis: str, folder: Path, tier: str, settings: Sequence[Elsewhere]) -> None:
+    def apart(self, axis: str, folder: Path, tier: str, settings: Sequence[Elsewhere]) -> list[KernelCheck]:
         """An axis of fresh processes: the same jobs in each of them.
 
         Args:
@@ -226,22 +228,28 @@ class Matrix:
             folder: where the model was sent to.
             tier: the tier.
             settings: the processes.
+
+        Returns:
+            The kernels that ran there, probed again by each process.
         """
         result, started = self.results[axis], time.perf_counter()
         jobs = {is_tier: self._jobs.get((axis, is_tier), []) for is_tier in (True, False)}
         asked = {name: [job for _, _, job, _ in jobs[is_tier]] for name, is_tier in (("jobs", True), ("control", False))}
         evidence: dict[str, int] = {"fresh_processes": len(settings)}
         kernels, apart = kernels_digest(), 0
+        checks: list[KernelCheck] = []
         for setting in settings:
             request = {
                 "model": str(folder), "tier": tier, "threads": setting.threads, "offset": setting.offset,
-                "pool": self._shared_pool, **asked,
+                "pool": self._shared_pool, "probe_seed": self.probe_seed, **asked,
             }  # fmt: skip
             with child(request, setting.variables, None, module="detlab.verify.worker") as made:
                 logits = load_file(made / "logits.safetensors")
                 seen = json.loads((made / "evidence.json").read_text(encoding="utf-8"))
             evidence |= {name: max(value, evidence.get(name, 0)) for name, value in seen["counts"].items()}
             apart += seen["kernels"] != kernels
+            where = ", ".join(f"{name}={value}" for name, value in setting.way.items())
+            checks += [KernelCheck.from_json(check | {"where": where}) for check in seen["checks"]]
             for is_tier, name in ((True, "tier"), (False, "stock")):
                 self.is_tier = is_tier
                 for number, (prompt, way, _, expected) in enumerate(jobs[is_tier]):
@@ -252,6 +260,7 @@ class Matrix:
             evidence["settings_that_move_stock_kernels"] = apart
         result.evidence, result.seconds = evidence, time.perf_counter() - started
         self._require(result)
+        return checks
 
 
 def first_mismatch(prompt_id: str, way: Way, against: Way, positions: Sequence[int], actual: tuple[Tensor, Tensor],

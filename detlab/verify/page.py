@@ -62,7 +62,8 @@ def fragment(certificate: Certificate) -> str:
     """Verdict and matrix, for a notebook."""
     firsts = [f"first on {a.axis}: {a.first}" for a in certificate.axes.values() if a.first is not None]
     limits = [f"not tested: {limit}" for limit in certificate.limits]
-    return _verdict(certificate) + _matrix(certificate) + _list([*firsts, *limits])
+    kernels = [certificate.kernel_words, *(f"wrong: {check}" for check in certificate.wrong_kernels)]
+    return _verdict(certificate) + _matrix(certificate) + _list([*firsts, *kernels, *limits])
 
 
 def page(certificate: Certificate) -> str:
@@ -76,6 +77,11 @@ def page(certificate: Certificate) -> str:
         key = (op.op, op.status, op.reason)
         ops[key] = ops.get(key, 0) + op.count
     ways = [f"{a.axis}: {'; '.join(a.ways)}" for a in certificate.axes.values()]
+    wrong = [str(check) for check in certificate.wrong_kernels]
+    shapes = [
+        (check.kernel, check.where or "here", ", ".join(check.shapes), ", ".join(check.failed) or "none")
+        for check in certificate.kernels
+    ]
     rules = [(name, json.dumps(rule)) for name, rule in certificate.class_map.items()]
     body = [
         f"<h1>{_escape(title)}</h1>",
@@ -86,6 +92,8 @@ def page(certificate: Certificate) -> str:
         "<h2>First mismatches under the tier</h2>" + _list(firsts) if firsts else "",
         "<h2>First mismatches with the tier off</h2>",
         _list(controls or ["none: nothing is shown here"]),
+        "<h2>The kernels, probed again</h2>",
+        _list([certificate.kernel_words, *wrong]),
         "<h2>Not tested</h2>",
         _list(certificate.limits),
         "<h2>What the calls looked like</h2>",
@@ -102,6 +110,9 @@ def page(certificate: Certificate) -> str:
         "<details><summary>Ways that were tried</summary>" + _list(ways) + "</details>",
         "<details><summary>Coverage</summary>"
         + _table("Ops by status", ("op", "status", "reason", "calls"), [(*key, count) for key, count in ops.items()])
+        + "</details>",
+        "<details><summary>Kernels and the shapes that ran</summary>"
+        + _table("Each probed with data that no map was made with", ("kernel", "process", "shapes", "failed"), shapes)
         + "</details>",
         "<details><summary>Class map</summary>" + _table("Measured on this machine", ("what", "rule"), rules) + "</details>",
         "<details><summary>Environment</summary>" + certificate.environment._repr_html_() + "</details>",

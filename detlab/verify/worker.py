@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from detlab.engine import session as engine
+from detlab.engine.kernels import check_again, watching
 from detlab.process import receive_model
 from detlab.verify.apart import kernels_digest, moved
 from detlab.verify.serve import Way, logits_of, watched
@@ -32,12 +34,15 @@ def main(folder: Path) -> None:
     model = receive_model(Path(request["model"]))
     counts = moved(model, request["offset"]) if request["offset"] >= 0 else {}
     out: dict[str, Tensor] = {}
-    with engine.applied(model, request["tier"]), watched(model) as watch:
-        _served(model, request["jobs"], request["pool"], "tier", out)
+    with watching() as running:
+        with engine.applied(model, request["tier"]), watched(model) as watch:
+            _served(model, request["jobs"], request["pool"], "tier", out)
+        checks = [asdict(check) for check in check_again(running(), request["probe_seed"])]
     evidence = watch.to_json() | counts | {"threads": torch.get_num_threads()}
     _served(model, request["control"], request["pool"], "stock", out)
     save_file(out, folder / "logits.safetensors")
-    (folder / "evidence.json").write_text(json.dumps({"counts": evidence, "kernels": kernels_digest()}), encoding="utf-8")
+    (folder / "evidence.json").write_text(json.dumps({"counts": evidence, "kernels": kernels_digest(), "checks": checks}),
+                                          encoding="utf-8")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What detlab shows: figures, a report, and the notebook's panel. It sees results, never models."""
 
+from detlab.viz.class_maps import class_map_figure
 from detlab.viz.figures import heatmap, overview
 from detlab.viz.report import report_html, write_report
 from detlab.viz.trees import draw_tree, draw_trees
@@ -8,5 +9,6 @@ from detlab.viz.widgets import Explorer
 from detlab.viz.workbench import Workbench
 
 __all__ = [
-    "Explorer", "Workbench", "draw_tree", "draw_trees", "heatmap", "noise_budget", "overview", "report_html", "write_report",
+    "Explorer", "Workbench", "class_map_figure", "draw_tree", "draw_trees", "heatmap", "noise_budget", "overview",
+    "report_html", "write_report",
 ]  # fmt: skip
