@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from detlab.engine.cache import StateLayer
+from detlab.engine.elementwise import is_activation
 from detlab.engine.linear import CanonicalLinear
 from detlab.engine.padding import Padding
 from detlab.engine.scans import Rows, causal_convolution, exp, selective_scan, silu, softplus, tree_sum
@@ -40,6 +41,9 @@ class MixerPart(NoCopy):
     def __init__(self, module: Any, name: str, session: Session) -> None:
         self.module, self.name, self.session = module, name, session
         self.owners: list[nn.Module] = [module]
+        activation = getattr(module, "act", None) or getattr(module, "act_fn", None)
+        if activation is not None and not is_activation(activation):
+            raise UsageError(f"{name}: the activation {type(activation).__name__} is not known to work element by element.")
 
     def refresh(self) -> None:
         """Makes anew what was made from the module's parameters."""
@@ -157,6 +161,9 @@ class MambaPart(MixerPart):
     def __init__(self, module: Any, name: str, session: Session) -> None:
         super().__init__(module, name, session)
         self.owners = [module, module.dt_proj]
+        for norm in ("dt_layernorm", "b_layernorm", "c_layernorm"):  # of Falcon Mamba and Jamba
+            if hasattr(module, norm) and session.wants(f"{name}.{norm}", "norm"):
+                session.replace(getattr(module, norm), f"{name}.{norm}", "norm", GatedNorm(getattr(module, norm)))
         self.refresh()
 
     def refresh(self) -> None:
@@ -181,7 +188,7 @@ class MambaPart(MixerPart):
             part.contiguous()
             for part in m.x_proj(x.to(dtype)).split([m.time_step_rank, m.ssm_state_size, m.ssm_state_size], -1)
         )
-        if hasattr(m, "dt_layernorm"):  # Falcon Mamba and Jamba
+        if hasattr(m, "dt_layernorm"):
             steps, keys, queries = m.dt_layernorm(steps), m.b_layernorm(keys), m.c_layernorm(queries)
         steps = self.steps(steps).float()
         if m.dt_proj.bias is not None:
@@ -279,10 +286,12 @@ def is_gated_norm(module: nn.Module) -> bool:
 
 
 class GatedNorm(NoCopy):
-    """The forward of a gated RMS norm: squares are added down a fixed tree, all in float32, rounded once."""
+    """The forward of an RMS norm that may have a gate: squares are added down a fixed tree, all in float32, rounded once."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
+        self.epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        self.has_weight = "Weightless" not in type(module).__name__  # there is one nevertheless, which the model does not use
 
     def __call__(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """As the module's forward: [..., channels] and its gate."""
@@ -294,7 +303,9 @@ class GatedNorm(NoCopy):
         size = getattr(m, "group_size", None) or shape[-1] // getattr(m, "n_groups", 1)
         groups = x.reshape(*shape[:-1], -1, size)
         mean = tree_sum(groups * groups, -1).unsqueeze(-1) / size
-        x = (groups / torch.sqrt(mean + m.variance_epsilon)).reshape(shape) * m.weight.float()
+        x = (groups / torch.sqrt(mean + self.epsilon)).reshape(shape)
+        if self.has_weight:
+            x = x * m.weight.float()
         if gate is not None and is_after:
             x = x * silu(gate.float())
         result: Tensor = x.to(hidden_states.dtype)

@@ -166,6 +166,11 @@ def select_ends(states: Tensor, before: Tensor, rows: Rows | None, start: int, b
     return torch.where(held, by_row, before.movedim(batch_dim, 0)).movedim(0, batch_dim).contiguous()
 
 
+def _buffer(tokens: int, state: Tensor) -> Tensor:
+    """Room for the states of some tokens, [at most tokens, *state]; one for all of a call, as new pages are slow to come by."""
+    return state.new_empty(max(1, min(tokens, _ELEMENTS // state.numel())), *state.shape)
+
+
 def selective_scan(drive: Tensor, steps: Tensor, rates: Tensor, keys: Tensor, queries: Tensor, state: Tensor,
                    rows: Rows | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The state space recurrence of Mamba: ``state = exp(step * rate) * state + key * drive``, read out by queries.
@@ -184,17 +189,17 @@ def selective_scan(drive: Tensor, steps: Tensor, rates: Tensor, keys: Tensor, qu
         [tokens, batch, *channels], for each token the sum over n of state times query, and the state after each row's last
         real token.
     """
-    length = max(1, _ELEMENTS // state.numel())
-    results = []
-    for start in range(0, len(drive), length):
-        part = slice(start, start + length)
+    buffer = _buffer(len(drive), state)
+    results = state.new_empty(len(drive), *state.shape[1:])
+    for start in range(0, len(drive), len(buffer)):
+        part = slice(start, start + len(buffer))
         decay = exp(steps[part] * rates)
-        states = state.new_empty(len(decay), *state.shape)  # laid out here, as a product takes its layout from its arguments
+        states = buffer[: len(decay)]
         torch.mul(keys[part], drive[part], out=states)
         run_recurrence(decay, states, state)
         state = select_ends(states, state, rows, start, 1)
-        results.append(tree_sum(states.mul_(queries[part]), 1))
-    return (results[0] if len(results) == 1 else torch.cat(results)), state
+        results[part] = tree_sum(states.mul_(queries[part]), 1)
+    return results, state
 
 
 def reference_selective_scan(drive: Tensor, steps: Tensor, rates: Tensor, keys: Tensor, queries: Tensor,
@@ -233,19 +238,18 @@ def gated_delta_rule(decay: Tensor, rate: Tensor, keys: Tensor, values: Tensor, 
     Returns:
         [tokens, batch, heads, size], and the state after each row's last real token.
     """
-    length = max(1, _ELEMENTS // state.numel())
-    results = []
-    for start in range(0, len(decay), length):
-        part = slice(start, start + length)
-        states = state.new_empty(len(decay[part]), *state.shape)
-        now = state
+    buffer = _buffer(len(decay), state)
+    results = torch.empty_like(values)
+    for start in range(0, len(decay), len(buffer)):
+        part = slice(start, start + len(buffer))
+        states, now = buffer[: len(decay[part])], state
         for t, (shrink, key) in enumerate(zip(decay[part].unsqueeze(-1), keys[part].unsqueeze(-1), strict=True), start):
             now = torch.mul(now, shrink, out=states[t - start])
             change = (values[t] - tree_sum(now * key, 0)) * rate[t].unsqueeze(-1)
             now.add_(key * change)
         state = select_ends(states, state, rows, start, 1)
-        results.append(tree_sum(states.mul_(queries[part].unsqueeze(-1)), 1))
-    return (results[0] if len(results) == 1 else torch.cat(results)), state
+        results[part] = tree_sum(states.mul_(queries[part].unsqueeze(-1)), 1)
+    return results, state
 
 
 def reference_gated_delta_rule(decay: Tensor, rate: Tensor, keys: Tensor, values: Tensor, queries: Tensor,
