@@ -28,6 +28,7 @@ from torch import Tensor
 
 from detlab import bits
 from detlab.engine.canonical import aligned, not_observed, one_thread
+from detlab.engine.class_map import LARGE, SMALL, ClassMap, cheapest, words
 from detlab.engine.ledger import Finding, Ledger, ledger, name_of
 
 __all__ = ["ClassMap", "Finding", "Probe", "RowClasses", "RowKernel", "row_classes", "words"]
@@ -35,15 +36,12 @@ __all__ = ["ClassMap", "Finding", "Probe", "RowClasses", "RowKernel", "row_class
 #: [rows, K] -> [rows, N]; each row of the result is computed from the same row of the argument.
 RowKernel = Callable[[Tensor], Tensor]
 
-_SMALL = (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32)
 _SMALL_HEAVY = (1, 2, 4, 8, 16, 32)
-_LARGE = (40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 _DEVICE = (16, 32, 64, 128, 256)
 _HEAVY = 8_000_000  # multiplications a row from which on fewer counts are probed, with fewer rows of data at each place
 _MOST_WORK = 4_000_000_000  # multiplications of the largest call that is probed; more rows are computed in pieces
-_MANY = 1.15  # several calls must be cheaper than one by so much: times that were measured are not exact
-_PIECE_MICROS = 2.0  # what cutting or padding costs beside the copy, microseconds
-_COPY_BYTES = 6000.0  # copied in a microsecond
+_LARGE_WEIGHT = 1 << 20  # bytes
+_CACHES = 64 << 20  # bytes that are read to displace a weight from the caches
 
 
 @dataclass(frozen=True)
@@ -62,57 +60,6 @@ class Probe:
 
 #: seed -> the kernel with data that are drawn from it.
 MakeProbe = Callable[[int], Probe]
-
-
-@dataclass(frozen=True)
-class ClassMap:
-    """What is known of the row counts of one kernel.
-
-    Attributes:
-        unit: the class is that of calls of this many rows on one thread, its largest small member.
-        members: counts that were found to be of the class, ascending.
-        micros: the time of a call of each member, microseconds.
-        others: counts that were found not to be of it.
-        digest: of the class's bits for the probe's data.
-    """
-
-    unit: int
-    members: tuple[int, ...]
-    micros: tuple[float, ...]
-    others: tuple[int, ...]
-    digest: str
-
-    def __post_init__(self) -> None:
-        whole = (*self.members, *self.others, self.unit)
-        if min(whole) < 1 or list(self.members) != sorted(set(self.members)) or len(self.members) != len(self.micros):
-            raise ValueError(f"not a class map: {self}")
-
-    def knows(self, count: int) -> bool:
-        """Whether a count was probed."""
-        return count in self.members or count in self.others
-
-    def with_count(self, count: int, micros: float | None) -> ClassMap:
-        """The map with one more count; ``micros`` None: it is not a member."""
-        if micros is None:
-            return replace(self, others=tuple(sorted({*self.others, count})))
-        known = dict(zip(self.members, self.micros, strict=True)) | {count: micros}
-        return replace(self, members=tuple(sorted(known)), micros=tuple(known[c] for c in sorted(known)))
-
-
-def words(counts: tuple[int, ...]) -> str:
-    """Row counts in words; what lies between two neighbours of the grid was not probed.
-
-    >>> words((1, 2, 3, 4, 8, 40, 48)), words(())
-    ('1..8, 40, 48', 'none')
-    """
-    grid = sorted({*_SMALL, *_LARGE, *counts})
-    runs: list[list[int]] = []
-    for count in counts:
-        if runs and grid.index(count) == grid.index(runs[-1][-1]) + 1:
-            runs[-1].append(count)
-        else:
-            runs.append([count])
-    return ", ".join(f"{r[0]}..{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs) or "none"
 
 
 class RowClasses:
@@ -146,9 +93,9 @@ class RowClasses:
         self._book = ledger() if book is None else book
         self._make, self._row_bytes = make, row_bytes
         is_device = torch.device(device).type != "cpu"
-        self._is_heavy = work > _HEAVY
-        self._small = _DEVICE if is_device else _SMALL_HEAVY if self._is_heavy else _SMALL
-        large = [c for c in _LARGE if c * work <= _MOST_WORK and c > self._small[-1]]
+        self._is_heavy, self._is_large = work > _HEAVY, work * dtype.itemsize > _LARGE_WEIGHT
+        self._small = _DEVICE if is_device else _SMALL_HEAVY if self._is_heavy else SMALL
+        large = [c for c in LARGE if c * work <= _MOST_WORK and c > self._small[-1]]
         self._grid = (*self._small, *large)
         self._lock = threading.RLock()
         self._plans: dict[int, tuple[int, ...]] = {}
@@ -182,10 +129,10 @@ class RowClasses:
         if found is None:
             with self._lock:
                 is_new = self._explore(rows)
-                found = self._cheapest(rows)
+                found = cheapest(self.map, rows, self._row_bytes)
                 if is_new and len(found) > 1:
                     self._race(found, rows)
-                    found = self._cheapest(rows)
+                    found = cheapest(self.map, rows, self._row_bytes)
                 self._plans[rows] = found
             self.ran.update(found)
         return found
@@ -262,37 +209,6 @@ class RowClasses:
         self._book.keep(self._key, self.map)
         self.seconds += time.perf_counter() - started
 
-    def _cheapest(self, rows: int) -> tuple[int, ...]:
-        cost = dict(zip(self.map.members, self.map.micros, strict=True))
-        rate = min(cost[c] / c for c in cost)
-        best_rate = max(c for c in cost if cost[c] / c <= rate * _MANY)
-        head = []
-        while rows > 2 * self.map.members[-1]:
-            head.append(best_rate)
-            rows -= best_rate
-        known: dict[int, tuple[float, tuple[int, ...]]] = {}
-
-        def cover(left: int) -> tuple[float, tuple[int, ...]]:
-            if left <= 0:
-                return 0.0, ()
-            if left not in known:
-                below = [c for c in cost if c <= left]
-                options = [
-                    (cost[c] + _PIECE_MICROS + c * self._row_bytes / _COPY_BYTES + rest, (c, *pieces))
-                    for c in {*below[-2:], *([best_rate] if best_rate <= left else [])}
-                    for rest, pieces in [cover(left - c)]
-                ]
-                above = next((c for c in cost if c >= left), None)
-                if above is not None:
-                    copied = above * self._row_bytes / _COPY_BYTES + _PIECE_MICROS if above > left else 0.0
-                    options.append((cost[above] + copied, (above,)))
-                if left in cost:
-                    options.append((cost[left], (left,)))
-                known[left] = min(options, key=lambda option: option[0] * (1.0 if len(option[1]) == 1 else _MANY))
-            return known[left]
-
-        return (*head, *cover(rows)[1])
-
     # -------------------------------------------------------------------------------------------------------- probing
     def _tries(self, count: int) -> int:
         """Rows of data that are tried at each place of a call."""
@@ -303,7 +219,7 @@ class RowClasses:
         """Chooses the class on one thread: of the small counts, the one that serves 1 to 32 rows with the least work."""
         started = time.perf_counter()
         probe = self._make(0)
-        groups: list[tuple[Tensor, dict[int, float]]] = []
+        groups: list[tuple[Tensor, list[int]]] = []
         refused = []
         with one_thread():
             for counts in (self._small, (64, 128)):
@@ -312,32 +228,30 @@ class RowClasses:
                         refused.append(count)
                 if groups:
                     break
+            if not groups:
+                self._book.keep(self._alone, None)
+                raise LookupError(f"no number of rows gives {self.name} stable bits")
+            expected, members = min(groups, key=lambda group: _work(tuple(group[1])))
+            members.sort()
+            made = ClassMap(
+                members[-1], tuple(members), tuple(round(self._micros(probe, count), 2) for count in members),
+                tuple(sorted([*refused, *(c for _, group in groups if group is not members for c in group)])),
+                bits.md5(expected),
+            )  # fmt: skip
         self.seconds += time.perf_counter() - started
-        if not groups:
-            self._book.keep(self._alone, None)
-            raise LookupError(f"no number of rows gives {self.name} stable bits")
-        expected, micros = min(groups, key=lambda group: _work(tuple(group[1])))
-        members = tuple(sorted(micros))
-        others = [c for _, group in groups if group is not micros for c in group]
-        made = ClassMap(
-            members[-1], members, tuple(round(micros[c], 2) for c in members), tuple(sorted([*refused, *others])),
-            bits.md5(expected),
-        )  # fmt: skip
         self._book.keep(self._alone, made)
         return made
 
-    def _joins(self, groups: list[tuple[Tensor, dict[int, float]]], probe: Probe, count: int) -> bool:
+    def _joins(self, groups: list[tuple[Tensor, list[int]]], probe: Probe, count: int) -> bool:
         """Puts a count into the group whose bits it has, or into a new one; False where its rows have no bits of their own."""
         for expected, members in groups:
-            micros = self._micros(probe, count, expected)
-            if micros is not None:
-                members[count] = micros
+            if self._agrees(probe, count, expected):
+                members.append(count)
                 return True
         expected = _tiles(probe, count)
-        micros = self._micros(probe, count, expected)
-        if micros is None or not _ignores_neighbours(probe, count, expected):
+        if not self._agrees(probe, count, expected) or not _ignores_neighbours(probe, count, expected):
             return False
-        groups.append((expected, {count: micros}))
+        groups.append((expected, [count]))
         return True
 
     def _grown(self, known: ClassMap, counts: tuple[int, ...] | list[int]) -> ClassMap:
@@ -355,42 +269,44 @@ class RowClasses:
                 counts = [*self._small, *counts]
             with one_thread():
                 expected = _tiles(probe, known.unit)
-        for count in counts:
-            if getattr(self, "is_threaded", True):
-                micros = self._micros(probe, count, expected)
-            else:
-                with one_thread():
-                    micros = self._micros(probe, count, expected)
-            known = known.with_count(count, None if micros is None else round(micros / self._pace(probe, known), 2))
+        with nullcontext() if getattr(self, "is_threaded", True) else one_thread():
+            for count in counts:
+                if self._agrees(probe, count, expected):
+                    micros = self._micros(probe, count) / self._pace(probe, known)
+                    known = known.with_count(count, round(micros, 2))
+                else:
+                    known = known.with_count(count, None)
         self.seconds += time.perf_counter() - started
         return known
 
-    def _micros(self, probe: Probe, count: int, expected: Tensor) -> float | None:
-        """Time of a call of so many rows; None where a row at some place has other bits than expected, [ROWS, N]."""
+    def _agrees(self, probe: Probe, count: int, expected: Tensor) -> bool:
+        """Whether a call of so many rows gives each row at each place the bits expected, [ROWS, N]."""
         tries = self._tries(count)
         places = torch.arange(count, device=probe.bank.device)
-        least = float("inf")
         for number in range(tries):
             rows = (places + number * Probe.ROWS // tries) % Probe.ROWS
-            x = probe.bank[rows]
+            if not bits.equal(probe.call(probe.bank[rows]), expected[rows]):
+                return False
+        return True
+
+    def _micros(self, probe: Probe, count: int) -> float:
+        """Time of a call of so many rows. Few rows of a large weight are timed as a model calls them: it is not in a cache."""
+        x = probe.bank[torch.arange(count, device=probe.bank.device) % Probe.ROWS]
+        others = torch.ones(_CACHES // 4) if self._is_large and count <= 32 and x.device.type == "cpu" else None
+        least = float("inf")
+        for _ in range(8 if others is None else 4):
+            if others is not None:
+                others.sum()
             started = time.perf_counter()
-            y = probe.call(x)
+            probe.call(x)
             least = min(least, time.perf_counter() - started)
-            if not bits.equal(y, expected[rows]):
-                return None
         return 1e6 * least
 
     def _pace(self, probe: Probe, known: ClassMap) -> float:
         """How much slower the machine is now than when the map was begun: times are kept as they would have been then."""
         if known.unit not in known.members:
             return 1.0
-        x = probe.bank[torch.arange(known.unit, device=probe.bank.device) % Probe.ROWS]
-        least = float("inf")
-        for _ in range(8):
-            started = time.perf_counter()
-            probe.call(x)
-            least = min(least, time.perf_counter() - started)
-        return 1e6 * least / known.micros[known.members.index(known.unit)]
+        return self._micros(probe, known.unit) / known.micros[known.members.index(known.unit)]
 
     def fresh(self) -> None:
         """Forgets which counts ran, so that `recheck` looks at those alone that run from now on."""
@@ -404,15 +320,10 @@ class RowClasses:
             probe = self._make(seed)
             with one_thread():
                 expected = _tiles(probe, self.map.unit)
-            found = []
-            for count in sorted(self.ran):
-                if self.is_threaded:
-                    micros = self._micros(probe, count, expected)
-                else:
-                    with one_thread():
-                        micros = self._micros(probe, count, expected)
-                found.append(Finding(self._key, f"{count} rows", micros is not None))
-        return found
+            with nullcontext() if self.is_threaded else one_thread():
+                return [
+                    Finding(self._key, f"{count} rows", self._agrees(probe, count, expected)) for count in sorted(self.ran)
+                ]
 
     def __str__(self) -> str:
         others = f"; not of it: {words(self.map.others)}" if self.map.others else ""

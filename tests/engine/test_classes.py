@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from detlab.engine import classes
-from detlab.engine.classes import ClassMap, Probe, RowClasses
+from detlab.engine.class_map import SMALL, ClassMap, cheapest
+from detlab.engine.classes import Probe, RowClasses
 from detlab.engine.ledger import Ledger
 from detlab.engine.probes import cancelling, cancelling_rows, draw, powers, summands
 from tests.bit_classes import bitwise_equal
@@ -138,7 +138,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def test_a_small_count_of_another_order_is_left_out(tmp_path, where, refused, dtype):
     found = classes_of(tmp_path, Planted(where), dtype)
     assert found.map.others == refused
-    assert set(found.map.members) == set(classes._SMALL) - set(refused)
+    assert set(found.map.members) == set(SMALL) - set(refused)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -172,7 +172,7 @@ def test_an_order_that_differs_with_a_bias_alone_is_found(tmp_path):
 
 def test_a_count_that_moves_nothing_is_a_member(tmp_path):
     found = classes_of(tmp_path, Planted(lambda mask: None))
-    assert found.map.members == classes._SMALL and found.map.others == ()
+    assert found.map.members == SMALL and found.map.others == ()
     for rows in (5, 33, 250, 600, 5000):
         found.plan(rows)
     assert found.map.others == ()
@@ -195,7 +195,7 @@ def test_classes_that_come_back_are_used(tmp_path):
 
 def test_the_class_that_serves_decoding_best_is_chosen(tmp_path):
     found = classes_of(tmp_path, Planted(large(4)))  # {1, 2, 3} and {4, ...}
-    assert found.map.members == tuple(c for c in classes._SMALL if c >= 4) and found.map.others == (1, 2, 3)
+    assert found.map.members == tuple(c for c in SMALL if c >= 4) and found.map.others == (1, 2, 3)
     assert found.plan(1) == (4,) and found.plan(30) == (32,)
 
 
@@ -249,7 +249,7 @@ def test_a_map_that_makes_no_sense_is_measured_again(tmp_path, change):
     again = Planted(lambda mask: None)
     found = classes_of(tmp_path, again)
     found.plan(40)
-    assert again.counts and found.map.members[: len(classes._SMALL)] == classes._SMALL
+    assert again.counts and found.map.members[: len(SMALL)] == SMALL
 
 
 def rewrite(known, **change):
@@ -273,7 +273,7 @@ def test_a_wrong_map_in_the_ledger_is_found_by_a_second_look(tmp_path):
     planted = Planted(rows_of(2))
     known = classes_of(tmp_path, planted)
     assert known.map.others == (2,)
-    rewrite(known, members=list(classes._SMALL), micros=[1.0] * len(classes._SMALL), others=[])
+    rewrite(known, members=list(SMALL), micros=[1.0] * len(SMALL), others=[])
     found = classes_of(tmp_path, Planted(rows_of(2)))
     assert found.plan(2) == (2,)  # the file is believed
     found.plan(3)
@@ -288,17 +288,16 @@ def test_a_right_map_holds_at_a_second_look(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------- planning
-def test_a_plan_takes_what_was_measured_to_be_cheapest(tmp_path):
-    found = classes_of(tmp_path, Planted(lambda mask: None))
-    for rows in (250, 256):
-        found.plan(rows)
-    costs = {32: 10.0, 224: 1e6, 256: 1e6}
-    found.map = ClassMap(32, tuple(costs), tuple(costs.values()), (), found.map.digest)
-    assert found._cheapest(256) == (32,) * 8
-    costs[256] = 50.0
-    found.map = ClassMap(32, tuple(costs), tuple(costs.values()), (), found.map.digest)
-    assert found._cheapest(250) == (256,)
-    assert found._cheapest(1000) == (256,) * 4
+def test_a_plan_takes_what_was_measured_to_be_cheapest():
+    def plan(rows, **costs):
+        counts = {int(name[1:]): cost for name, cost in costs.items()}
+        return cheapest(ClassMap(32, tuple(counts), tuple(counts.values()), (), ""), rows, 4 * K)
+
+    assert plan(256, m32=10.0, m224=1e6, m256=1e6) == (32,) * 8
+    assert plan(250, m32=10.0, m224=1e6, m256=50.0) == (256,)
+    assert plan(1000, m32=10.0, m224=1e6, m256=50.0) == (256,) * 4
+    assert plan(1, m1=9.0, m4=5.0) == (4,) and plan(1, m1=4.0, m4=5.0) == (1,)
+    assert plan(3, m1=1.0) == (1, 1, 1)
 
 
 def test_rows_come_back_in_their_places(tmp_path):
