@@ -5,9 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from detlab.coverage import Coverage
 from detlab.divergence.result import Grid
+from detlab.engine.kernels import KernelMap
 from detlab.errors import UsageError
-from detlab.viz import heatmap, overview
+from detlab.viz import class_map_figure, heatmap, overview
 from detlab.viz.arrange import arrange
 from detlab.viz.figures import BLUE, GREY, MAX_MARKS
 from detlab.viz.view import View
@@ -279,6 +281,46 @@ def test_the_overview_says_where_there_is_nothing_to_follow() -> None:
     comparison = diverged().comparison
     unsized = type(comparison)(**{**vars(comparison), "sizes": {}})
     assert "sizes were not measured" in [a.text for a in overview(unsized).layout.annotations]
+
+
+# Class maps.
+
+
+def mapped(*maps):
+    return Coverage("invariant", "M", [], [KernelMap(name, f"{name}: ...", members, others) for name, members, others in maps])
+
+
+def test_each_row_count_of_a_class_map_is_drawn_as_what_it_is() -> None:
+    figure = class_map_figure(mapped(("first", (1, 2, 2048), (40,)), ("second", (2, 64), ()), ("attention", (), ())))
+    columns = ["1", "2", "40", "64", "2048"]
+    assert list(figure.layout.xaxis.categoryarray) == columns and list(figure.layout.yaxis.categoryarray) == ["first", "second"]
+    expected = {
+        "member": [[1, 1, 0, 0, 1], [0, 1, 0, 1, 0]],
+        "another class": [[0, 0, 1, 0, 0], [0, 0, 0, 0, 0]],
+        "not probed": [[0, 0, 0, 1, 0], [1, 0, 1, 0, 1]],
+    }
+    for name, mask in expected.items():
+        (drawn,) = traces(figure, "heatmap", name)
+        assert np.array_equal(~np.isnan(np.asarray(drawn.z, float)), np.array(mask, bool)) and list(drawn.x) == columns
+        assert "%{x} rows" in drawn.hovertemplate
+        assert len([t for t in traces(figure, "scatter", name) if t.marker.color == drawn.colorscale[0][1]]) == 1
+    colours = [t.marker.color for t in traces(figure, "scatter")]
+    assert len(set(colours)) == 3 and figure.layout.paper_bgcolor == "rgba(0,0,0,0)"
+
+
+def test_a_kind_that_does_not_occur_is_not_in_the_legend() -> None:
+    figure = class_map_figure(mapped(("first", (1, 2), ())))
+    assert [t.name for t in traces(figure, "heatmap")] == ["member"] and len(traces(figure, "scatter")) == 1
+
+
+def test_a_tier_without_class_maps_says_so() -> None:
+    assert class_map_figure(mapped()).layout.annotations[0].text == "no kernel of this tier has a class map"
+    assert not class_map_figure(mapped(("attention", (), ()))).data
+
+
+def test_kernel_names_are_shown_as_they_are() -> None:
+    text = json.dumps(class_map_figure(mapped(("<b>k</b>%{x}", (1,), ()))).to_plotly_json(), default=str)
+    assert "<b>k" not in text and "&lt;b&gt;k" in text
 
 
 # One cell in words.

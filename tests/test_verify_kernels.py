@@ -1,4 +1,4 @@
-"""`verify` probes the kernels again: a map that is wrong refutes the certificate, although no text may show it; a right one holds."""
+"""`verify` probes the kernels again: a wrong map refutes the certificate, although no text may show it; a right one holds."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from detlab.verify import Certificate
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
-# What a fresh process does before it verifies: nothing, a wrong member in the ledger's file, or a kernel that is another one now.
+# What a fresh process does before it verifies: nothing, a wrong member in the ledger's file, or a kernel that was exchanged.
 PLANT = """
 import json, sys
 from dataclasses import asdict
@@ -76,8 +76,8 @@ def test_a_right_map_holds(right):
     count = found.kernel_counts
     assert code == 0 and found.holds and found.wrong_kernels == []
     assert count["kernels"] >= 4 and count["shapes"] > count["kernels"] and count["failed"] == 0
-    assert f"kernels: {count['kernels']} kernels were probed again, in the {count['shapes']} shapes that ran: all hold" in str(found)
-    assert f"the {count['shapes']} shapes that ran: all hold" in found._repr_html_()
+    said = f"{count['kernels']} kernels were probed again, in the {count['shapes']} shapes that ran: all hold"
+    assert f"kernels: {said}" in str(found) and said in found._repr_html_()
 
 
 def test_a_kernel_that_is_another_one_now_is_found(right, tmp_path):

@@ -51,7 +51,7 @@ def explorer() -> Explorer:
 
 
 def test_the_public_names_are_pinned() -> None:
-    names = "Explorer Workbench draw_tree draw_trees heatmap noise_budget overview report_html write_report"
+    names = "Explorer Workbench class_map_figure draw_tree draw_trees heatmap noise_budget overview report_html write_report"
     assert detlab.viz.__all__ == names.split()
     assert all(hasattr(detlab.viz, name) for name in detlab.viz.__all__)
 

@@ -1,9 +1,12 @@
 """Coverage names each op whose bits may depend on the batch, with its module; strict mode refuses the model."""
 
+import json
+
 import pytest
 import torch
 
 import detlab
+from detlab.coverage import Coverage
 from detlab.errors import CoverageError
 from detlab.models import FAMILIES
 
@@ -69,6 +72,24 @@ def test_the_model_is_left_as_it_was(model):
         detlab.coverage(model)
         assert torch.equal(model(input_ids=ids).logits.view(torch.int32), before.view(torch.int32))
     assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+
+
+def test_class_maps_of_the_kernels_that_ran_are_shown(model):
+    found = detlab.coverage(model)
+    assert all(known.members and known.words in str(found) for known in found.class_maps if "linear/" in known.kernel)
+    sizes = {known.kernel.split()[-2] for known in found.class_maps}
+    assert {"576x1024", "1536x576"} <= sizes and "576x49152" not in sizes  # of this model's layers, and of no other's
+    text = next(known.words for known in found.class_maps if " 1536x576 " in known.kernel)
+    assert ": one class at " in text and " rows" in text and text in found._repr_html_()
+    data = json.loads(json.dumps(found.to_json()))
+    assert Coverage.from_json(data) == found
+    assert {"kernel", "words", "members", "others"} == set(data["class_maps"][0])
+    assert detlab.coverage(model, "exact").class_maps == []
+
+
+def test_inside_a_block_the_maps_are_seen_too(model):
+    with detlab.deterministic(model):
+        assert detlab.coverage(model).class_maps
 
 
 def test_text_is_escaped(model):
