@@ -164,6 +164,7 @@ class MambaPart(MixerPart):
         for norm in ("dt_layernorm", "b_layernorm", "c_layernorm"):  # of Falcon Mamba and Jamba
             if hasattr(module, norm) and session.wants(f"{name}.{norm}", "norm"):
                 session.replace(getattr(module, norm), f"{name}.{norm}", "norm", GatedNorm(getattr(module, norm)))
+                self.owners.append(getattr(module, norm))  # so that it is given no other part
         self.refresh()
 
     def refresh(self) -> None:
@@ -275,12 +276,21 @@ class ShortConvolutionPart(MixerPart):
 
 
 # ------------------------------------------------------------------------------------------------------------- norms
-_AFTER = ("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated", "OlmoHybridRMSNormGated")
+#: Those whose gate comes after the norm, and that say so in no attribute.
+_AFTER = (
+    "Qwen3NextRMSNormGated",
+    "Qwen3_5RMSNormGated",
+    "Qwen3_5MoeRMSNormGated",
+    "OlmoHybridRMSNormGated",
+    "LaraMiniRMSNormGated",
+)
 
 
 def is_gated_norm(module: nn.Module) -> bool:
     """Whether a module is an RMS norm over groups of channels, with a gate, of a kind that is known here."""
     if not type(module).__name__.endswith("RMSNormGated") or not type(module).__module__.startswith("transformers.models."):
+        return False
+    if getattr(module, "activation", "silu") != "silu":
         return False
     return type(module).__name__ in _AFTER or hasattr(module, "group_size") or hasattr(module, "norm_before_gate")
 

@@ -16,17 +16,22 @@ _PARTS: dict[str, type[MixerPart]] = {
                      "Zamba2MambaMixer"), Mamba2Part),
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), MambaPart),
     "ZambaMambaMixer": ZambaPart,
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), ShortConvolutionPart),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), ShortConvolutionPart),
     "RecurrentGemmaRecurrentBlock": GatedRecurrencePart,
     "RwkvSelfAttention": RwkvPart,
     "RwkvFeedForward": RwkvFeedForwardPart,
-    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
-                    DeltaRulePart),
+    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
+                     "LaraMiniGatedDeltaNet"), DeltaRulePart),
 }  # fmt: skip
 
 #: Class name -> why the tier does not cover it.
 _REFUSED = {
     "xLSTMBlock": "its matrix memory is computed in chunks of a call, and kept in a cache of its own kind",
+    "MiniMaxLightningAttention": "its decaying state is computed in blocks of a call, and kept in a cache of its own kind",
+    **dict.fromkeys(
+        ("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"),
+        "its delta rule, with a decay for each channel, is computed in chunks of a call",
+    ),
 }
 
 

@@ -280,6 +280,8 @@ def test_a_state_of_the_stock_model_is_refused():
 def test_what_is_not_covered_is_refused_with_the_reason():
     model = tiny("xlstm", num_heads=4, chunk_size=8)
     refuses(UsageError, "is a xLSTMBlock: its matrix memory is computed in chunks", lambda: detlab.coverage(model))
+    model = tiny("minimax", num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4, block_size=8)
+    refuses(UsageError, "a cache of its own kind. The invariant tier has no part for it", lambda: detlab.coverage(model))
     model = tiny("mamba2", hidden_act="silu")
     model.backbone.layers[0].mixer.act = torch.nn.Softmax(-1)
     refuses((UsageError, CoverageError), "is not known to work element by element", lambda: detlab.coverage(model))
