@@ -74,7 +74,7 @@ class RowClasses:
     """
 
     def __init__(self, what: str, dtype: torch.dtype, sizes: tuple[int, ...], make: MakeProbe, *, work: int, row_bytes: int,
-                 device: torch.device | str = "cpu", book: Ledger | None = None) -> None:  # fmt: skip
+                 device: torch.device | str = "cpu", has_grid: bool = True, book: Ledger | None = None) -> None:  # fmt: skip
         """Reads what is known of a kernel, and probes its small row counts where nothing is.
 
         Args:
@@ -84,6 +84,8 @@ class RowClasses:
             work: multiplications a row.
             row_bytes: size of a row of x.
             device: where it runs.
+            has_grid: large counts are rounded up to those of a grid; False probes each count that is asked for, which suits a
+                kernel whose call costs no more than a copy of its rows.
             book: the ledger; None for this machine's.
 
         Raises:
@@ -91,7 +93,7 @@ class RowClasses:
         """
         self.name = name_of(what, dtype, *sizes, device=device, threads=0).rpartition(" ")[0]
         self._book = ledger() if book is None else book
-        self._make, self._row_bytes = make, row_bytes
+        self._make, self._row_bytes, self._has_grid = make, row_bytes, has_grid
         is_device = torch.device(device).type != "cpu"
         self._is_heavy, self._is_large = work > _HEAVY, work * dtype.itemsize > _LARGE_WEIGHT
         self._small = _DEVICE if is_device else _SMALL_HEAVY if self._is_heavy else SMALL
@@ -129,10 +131,10 @@ class RowClasses:
         if found is None:
             with self._lock:
                 is_new = self._explore(rows)
-                found = cheapest(self.map, rows, self._row_bytes)
+                found = self._cheapest(rows)
                 if is_new and len(found) > 1:
                     self._race(found, rows)
-                    found = cheapest(self.map, rows, self._row_bytes)
+                    found = self._cheapest(rows)
                 self._plans[rows] = found
             self.ran.update(found)
         return found
@@ -160,6 +162,11 @@ class RowClasses:
             at += count
         return torch.cat(pieces)[:rows]
 
+    def _cheapest(self, rows: int) -> tuple[int, ...]:
+        if not self._has_grid and rows in self.map.members:
+            return (rows,)
+        return cheapest(self.map, rows, self._row_bytes)
+
     def _explore(self, rows: int) -> bool:
         """Probes what a plan for so many rows may use: the neighbours on the grid; larger ones where the next is no member.
 
@@ -167,6 +174,10 @@ class RowClasses:
             Whether there was something to probe.
         """
         most, before = self._grid[-1], self.map
+        if not self._has_grid:
+            self._learn([rows])
+            if rows in self.map.members:
+                return False  # nothing to choose from
         if rows > most:
             self._explore(most)
             rows = rows % most or most
@@ -212,7 +223,7 @@ class RowClasses:
     # -------------------------------------------------------------------------------------------------------- probing
     def _tries(self, count: int) -> int:
         """Rows of data that are tried at each place of a call."""
-        tries = 32 if count <= 32 else 16 if count <= 256 else 8
+        tries = 32 if count <= 32 else 16 if count <= 256 else 8 if count <= 4096 else 2
         return tries // 2 if self._is_heavy else tries
 
     def _found(self) -> ClassMap:
@@ -364,7 +375,7 @@ _lock = threading.RLock()
 
 
 def row_classes(what: str, dtype: torch.dtype, sizes: tuple[int, ...], make: MakeProbe, *, work: int, row_bytes: int,
-                device: torch.device | str = "cpu") -> RowClasses | None:  # fmt: skip
+                device: torch.device | str = "cpu", has_grid: bool = True) -> RowClasses | None:  # fmt: skip
     """The classes of a kernel at the number of threads now set, one object for all layers of a size; None where none is stable.
 
     Args are those of `RowClasses`.
@@ -374,7 +385,9 @@ def row_classes(what: str, dtype: torch.dtype, sizes: tuple[int, ...], make: Mak
     with _lock:
         if key not in _known:
             try:
-                _known[key] = RowClasses(what, dtype, sizes, make, work=work, row_bytes=row_bytes, device=device)
+                _known[key] = RowClasses(
+                    what, dtype, sizes, make, work=work, row_bytes=row_bytes, device=device, has_grid=has_grid
+                )
             except LookupError:
                 return None
         found = _known[key]

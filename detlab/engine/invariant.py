@@ -19,6 +19,7 @@ from detlab.engine.install import SIBLINGS, check_linear, install_attention, rel
 from detlab.engine.linear import CanonicalLinear, weight_of
 from detlab.engine.mixers import GatedNorm, is_gated_norm
 from detlab.engine.mixing import mixer_part
+from detlab.engine.norms import CanonicalNorm, is_norm
 from detlab.engine.session import Session
 from detlab.engine.watch import NoCopy, version_of
 
@@ -87,6 +88,8 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
         router = CanonicalRouter(module, name, options)
         session.take(router)
         return "router", router
+    if is_norm(module) and options.is_padded:
+        return "norm", CanonicalNorm(module, name) if session.wants(name, "norm") else None
     if is_activation(module):
         return "activation", canonical_elementwise(module.forward) if session.wants(name, "activation") else None
     if type(module).__name__.endswith("RotaryEmbedding") and session.wants(name, "rotary"):

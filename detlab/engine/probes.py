@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Product", "cancelling", "cancelling_rows", "draw", "powers", "summands"]
+__all__ = ["Product", "cancelling", "cancelling_rows", "draw", "norm_rows", "powers", "summands"]
 
 _COLUMNS = 509  # columns of a weight that are drawn; a larger weight repeats them. A prime, so that no tile repeats with them
 _SPREADS = (8, 10, 12, 6)  # magnitudes of a probe's rows reach over 2**-s .. 2**s: orders show at various widths
@@ -116,3 +116,14 @@ def summands(rows: int, width: int, *, seed: int = 0) -> Tensor:
     places = torch.randint(0, max(1, width), (rows,), generator=generator)
     small[torch.arange(rows), places] = 1.0
     return small
+
+
+def norm_rows(rows: int, width: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
+    """Rows whose mean and whose sum of squares show their order, [rows, width]: of three kinds, in turn.
+
+    Sums of the first kind are zero, sums of squares of the second are those of `summands`; the third is uniform.
+    """
+    made = draw(rows, width, dtype=torch.float32, seed=seed + 8)
+    made[0::3] = cancelling_rows(len(made[0::3]), width, torch.float32, seed=seed)
+    made[1::3] = summands(len(made[1::3]), width, seed=seed).sqrt() * made[1::3].sign()
+    return made.to(dtype)
