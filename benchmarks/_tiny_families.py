@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-
 __all__ = ["build", "families"]
 
 #: Sizes by the names under which configs keep them; a config takes those it has.
@@ -59,7 +58,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"hidden_size_per_layer_input": 0},
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"hidden_size": None},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+             "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4}},
     "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1, "layer_types": None},
     "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0], "laurel_rank": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -73,8 +73,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
     "xlnet": {"max_position_embeddings": None},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "num_hidden_layers": 3},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "num_hidden_layers": 3, "n_mamba_heads": 8,
-               "mamba_d_state": 16, "num_key_value_heads": 4, "mamba_headdim": 16},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "num_hidden_layers": 3,
+               "n_mamba_heads": 8, "mamba_d_state": 16, "num_key_value_heads": 4, "mamba_headdim": 16},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
@@ -96,7 +96,8 @@ def shrink(kind: str) -> Any:
     if default.get_text_config() is not default:
         raise ValueError("a model of text and something else")
     have = default.to_dict()
-    wanted = {name: value for name, value in SMALL.items() if name in have and not isinstance(getattr(cls, name, None), property)}
+    settable = {name for name in have if not isinstance(getattr(cls, name, None), property)}
+    wanted = {name: value for name, value in SMALL.items() if name in settable}
     types = have.get("layer_types")
     if types and len(set(types)) > 1:  # one layer of each kind, the last one twice
         kinds = list(dict.fromkeys(types))

@@ -111,6 +111,7 @@ class Server:
         return [torch.cat(found)[left:]]
 
     def static(self) -> StaticCache:
+        """A static cache that holds the text."""
         return StaticCache(config=self.model.config, max_cache_len=64)
 
     def generated(self, left: int = 0, **options: Any) -> list[tuple[Tensor, Tensor]]:
@@ -130,6 +131,7 @@ class Server:
         return [(torch.stack([step[-1] for step in out.logits]).to(logits.dtype), logits)]  # generate widens them
 
     def ways(self) -> dict[str, Callable[[], list[Any]]]:
+        """What serves the text, by name."""
         found: dict[str, Callable[[], list[Any]]] = {
             **{f"batch of {size}": lambda size=size: self.batch(size) for size in (2, 5)},
             **{f"{left} padded left": lambda left=left: self.padded(left=left) for left in (3, 11)},

@@ -7,6 +7,7 @@ the bits of one class (`attention_classes`): keys are rounded up, query rows pad
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from detlab.engine.alibi import with_slopes
 from detlab.engine.attention_classes import AttentionClasses, attention_classes
-from detlab.engine.cache import BLOCK, CanonicalLayer, Pending
+from detlab.engine.cache import BLOCK, arrived
 from detlab.engine.canonical import one_thread
 from detlab.engine.capped import capped_attention
+from detlab.engine.elementwise import canonical_elementwise
 from detlab.engine.step import Step, checked_step
 from detlab.errors import MachineError, UsageError
 
@@ -55,7 +58,20 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | 
     return F.scaled_dot_product_attention(q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=True)
 
 
-def flash_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, granule: int) -> Tensor:
+def _flash_and_sums(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """As `_flash`, in float32, with the logarithm of each row's sum of weights behind it: [batch, heads, rows, size + 1]."""
+    if q.device.type != "cpu":
+        raise UsageError("attention with sinks is covered on a CPU only.")
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    result, sums = flash(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+    return torch.cat([result.float(), sums.unsqueeze(-1)], -1)
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "float | None"], Tensor]
+
+
+def flash_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, granule: int,
+               kernel: Kernel = _flash) -> Tensor:  # fmt: skip
     """Attention of any number of query rows, padded to the granule.
 
     A single head of a single row of the batch would be one piece of work: the kernel would not go parallel over pieces,
@@ -67,6 +83,7 @@ def flash_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | Non
         mask: additive, [batch or 1, 1, rows or 1, keys].
         scale: of the scores; None for 1 / sqrt(size).
         granule: query rows are padded to a multiple of it (of two, where the head is cut).
+        kernel: what computes.
 
     Returns:
         [batch, heads, rows, size].
@@ -82,8 +99,8 @@ def flash_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | Non
         half = (rows + spare) // 2
         if mask.shape[2] > 1:
             mask = mask.reshape(1, 2, half, mask.shape[3])
-        return _flash(q.reshape(1, 2, half, size), k, v, mask, scale).reshape(1, 1, rows + spare, -1)[:, :, :rows]
-    result = _flash(q, k, v, mask, scale)
+        return kernel(q.reshape(1, 2, half, size), k, v, mask, scale).reshape(1, 1, rows + spare, -1)[:, :, :rows]
+    result = kernel(q, k, v, mask, scale)
     return result[:, :, :rows] if spare else result
 
 
@@ -117,7 +134,8 @@ def _rule(dtype: torch.dtype, size: int, device: torch.device, threads: int) -> 
 
 # ------------------------------------------------------------------------------------------------------ the attention
 def canonical_attention(module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
-                        dropout: float = 0.0, _is_unpadded: bool = False, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
+                        dropout: float = 0.0, slopes: Tensor | None = None, _is_unpadded: bool = False,
+                        **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
     """The attention that transformers calls: stores the new keys and values, and attends in canonical shapes.
 
     Args:
@@ -127,33 +145,59 @@ def canonical_attention(module: Any, query: Tensor, key: Any, value: Any, attent
         attention_mask: the call's `Step`.
         scaling: of the scores; None for 1 / sqrt(size).
         dropout: must be 0.
-        kwargs: what else the model passes; what would change the result is refused.
+        slopes: of ALiBi, float32 [heads]; the scores have slope * position of the key added.
+        kwargs: what else the model passes (s_aux or sinks: each head's score of nothing); what else would change the result
+            is refused.
 
     Returns:
         [batch, tokens, heads, size], and no weights.
     """
-    step = checked_step(module, attention_mask, dropout, kwargs, covered=("softcap",))
-    layer, new_keys, new_values = (
-        (key.layer, key.keys, value.values) if isinstance(key, Pending) else (CanonicalLayer(), key, value)
-    )
+    sinks = kwargs.get("s_aux", kwargs.get("sinks"))
+    step = checked_step(module, attention_mask, dropout, kwargs, covered=("softcap", "s_aux", "sinks"))
     batch, heads, tokens, size = query.shape
-    groups = new_keys.shape[1]
-    if new_values.shape[3] != size or heads % groups:
+    layer, new_keys, new_values = arrived(key, value, tokens)
+    groups, wide = new_keys.shape[1], new_values.shape[3]
+    if new_keys.shape[3] != size or new_values.shape[1] != groups or heads % groups:
         raise UsageError(
-            f"{type(module).__name__}: heads of {size} for keys and {new_values.shape[3]} for values, {heads} over {groups}; "
-            "the invariant tier covers heads of one size in whole groups."
+            f"{type(module).__name__}: {heads} heads of {size} for queries, {groups} of {new_keys.shape[3]} for keys and "
+            f"{new_values.shape[1]} for values; the invariant tier covers heads of one size in whole groups."
         )
+    scale = size**-0.5 if scaling is None else scaling
+    if slopes is not None:
+        query, new_keys = with_slopes(query, new_keys, slopes, step.positions(), scale)
+    size = max(new_values.shape[3], new_keys.shape[3])  # zeros add nothing to a score
+    query, new_keys, new_values = (
+        t if t.shape[3] == size else F.pad(t, (0, size - t.shape[3])) for t in (query, new_keys, new_values)
+    )
     if kwargs.get("softcap") is not None:
+        if sinks is not None:
+            raise UsageError(f"{type(module).__name__}: attention with both softcap and sinks is not covered by this tier.")
         slots = -(-step.slots_needed // BLOCK) * BLOCK
         keys, values = layer.room(slots, new_keys, new_values)
         step.store(layer, keys, values, new_keys, new_values)
-        return capped_attention(query, keys, values, step, kwargs["softcap"], scaling), None
+        return capped_attention(query, keys, values, step, kwargs["softcap"], scale)[..., :wide], None
     rule = _UNPADDED if _is_unpadded else attention_rule(query.dtype, size, query.device)
     plan = _plan(rule, step, batch, heads, groups)
     keys, values = layer.room(max(step.slots_needed, *(piece.keys for piece in plan)), new_keys, new_values)
     step.store(layer, keys, values, new_keys, new_values)
+    kernel = _flash if sinks is None else _flash_and_sums
     with rule.placed():
-        return _attend(query, keys, values, step, rule.granule, plan, scaling), None
+        out = _attend(query, keys, values, step, rule.granule, plan, scale, kernel)
+    if sinks is not None:
+        out = _with_sinks(out, sinks).to(query.dtype)
+    return (out if out.shape[3] == wide else out[..., :wide]).contiguous(), None
+
+
+_sigmoid = canonical_elementwise(torch.sigmoid)
+
+
+def _with_sinks(out: Tensor, sinks: Tensor) -> Tensor:
+    """What is left of [batch, tokens, heads, size + 1] where each head has a score, [heads], that takes weight to nothing.
+
+    The last number is the logarithm of the sum by which the kernel divided the row, so that it has the row's bit class.
+    """
+    share = _sigmoid(out[..., -1] - sinks.float().reshape(-1))
+    return out[..., :-1] * share.unsqueeze(-1)
 
 
 def unpadded_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -210,7 +254,7 @@ def _plan(rule: AttentionClasses | _Unpadded, step: Step, batch: int, heads: int
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, step: Step, granule: int, plan: list[_Piece],
-            scale: float | None) -> Tensor:  # fmt: skip
+            scale: float | None, kernel: Kernel) -> Tensor:  # fmt: skip
     batch, heads, tokens, size = query.shape
     groups = keys.shape[1]
     group = heads // groups
@@ -221,17 +265,17 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, step: Step, granule: in
             spare = -tokens % granule if tokens > 1 else 0
             padded = F.pad(query, (0, 0, 0, spare)) if spare else query
             folded = padded.reshape(batch, groups, group * (tokens + spare), size)
-            out = flash_rows(folded, k, v, step.mask(0, tokens, seen, group, spare), scale, granule)
+            out = flash_rows(folded, k, v, step.mask(0, tokens, seen, group, spare), scale, granule, kernel)
             if tokens == 1:
-                return out.reshape(batch, 1, heads, size)
-            out = out.reshape(batch, heads, tokens + spare, size).transpose(1, 2)
+                return out.reshape(batch, 1, heads, -1)
+            out = out.reshape(batch, heads, tokens + spare, -1).transpose(1, 2)
             return out[:, :tokens] if spare else out
         if how == "causal":
             spare = -last % granule
             q = F.pad(query[:, :, :last], (0, 0, 0, spare)) if spare else query[:, :, :last]
-            piece = _flash(q, k, v, None, scale)[:, :, :last]
+            piece = kernel(q, k, v, None, scale)[:, :, :last]
         else:
-            piece = flash_rows(query[:, :, first:last], k, v, step.mask(first, last, seen, 1), scale, granule)
+            piece = flash_rows(query[:, :, first:last], k, v, step.mask(first, last, seen, 1), scale, granule, kernel)
         pieces.append(piece.transpose(1, 2))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 

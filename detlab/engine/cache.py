@@ -20,31 +20,40 @@ from transformers.cache_utils import (
     StaticCache,
 )
 
+from detlab.engine.pending import Pending, own_attention_error, taken, touched_by
 from detlab.errors import UsageError
 
-__all__ = ["BLOCK", "CanonicalLayer", "Pending", "StateAndKeysLayer", "StateLayer", "adopt"]
+__all__ = ["BLOCK", "CanonicalLayer", "Pending", "StateAndKeysLayer", "StateLayer", "adopt", "arrived"]
 
 _SMALL = (128, 256)  # slots of the first buffers of a short text
 BLOCK = 512  # slots; the block of torch's CPU flash attention
 
 
-class Pending:
-    """New keys and values on their way from `CanonicalLayer.update` to the attention that stores them.
+def arrived(key: Any, value: Any, tokens: int) -> tuple[CanonicalLayer, Tensor, Tensor]:
+    """The layer to which an attention's new keys and values belong, and those; a layer of the call alone without a cache.
 
-    Where they belong depends on the attention mask, which a cache's update does not see.
+    Args:
+        key, value: as they came to the attention, [batch, KV heads, tokens, size].
+        tokens: new tokens a row.
+
+    Raises:
+        UsageError: they are not those of the new tokens.
     """
-
-    __slots__ = ("keys", "layer", "values")
-
-    def __init__(self, layer: CanonicalLayer, keys: Tensor, values: Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
-
-    def __getattr__(self, name: str) -> Any:
+    pending = key if isinstance(key, Pending) else value if isinstance(value, Pending) else None
+    touched = taken()
+    layer = touched if pending is None else pending.layer
+    keys = key.keys if isinstance(key, Pending) else key
+    values = value.values if isinstance(value, Pending) else value
+    if layer is None:
+        layer = CanonicalLayer()
+    if touched is not None and touched is not layer:
+        raise UsageError(own_attention_error())
+    if touched is not None and (keys.shape[2] != tokens or values.shape[2] != tokens):
         raise UsageError(
-            "these keys are kept for detlab's attention, and another attention asked for them. Either the cache was filled "
-            "inside detlab.deterministic and is used outside: start a new one. Or this model's attention does not go through "
-            "transformers' AttentionInterface: the tier does not cover it."
+            f"{touched_by()} gives its attention {keys.shape[2]} keys and {values.shape[2]} values for {tokens} new tokens; "
+            "the tier covers one of each a token."
         )
+    return layer, keys, values
 
 
 class CanonicalLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -79,8 +88,7 @@ class CanonicalLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.seen += key_states.shape[2]
         if self.longest and self.seen > self.longest:
             raise UsageError(f"a static cache of {self.longest} tokens is full: {self.seen} were given. Make a longer one.")
-        pending = Pending(self, key_states, value_states)
-        return pending, pending
+        return Pending(self, key_states, value_states), Pending(self, key_states, value_states, is_keys=False)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys a mask covers for so many new tokens, and the first of them."""

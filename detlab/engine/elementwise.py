@@ -74,37 +74,43 @@ class RotaryTable(NoCopy):
                     'its history; the engine cannot make them invariant. Use a checkpoint with "default", "linear" or "llama3".'
                 )
         self.original = module.forward
-        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.tables: dict[Any, tuple[Tensor, ...]] = {}
 
     def refresh(self) -> None:
         """Forgets the tables; they are computed anew."""
         self.tables.clear()
 
-    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As the module's forward: [batch, tokens, head size] cosines and sines in x's dtype."""
+    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the module's forward: [batch, tokens, head size] cosines and sines in x's dtype, or one complex tensor of both."""
+        if position_ids.ndim == 3:  # text, images and frames counted apart; text alone counts the same in all
+            if not bool((position_ids == position_ids[:1]).all()):
+                raise UsageError("position_ids that count images or frames are not covered by a tier; it covers text alone.")
+            position_ids = position_ids[0]
         if position_ids.ndim != 2 or position_ids.is_floating_point():
             raise UsageError(
                 f"position_ids must be whole numbers [batch, tokens]; got {position_ids.dtype} {list(position_ids.shape)}."
             )
         key = (x.dtype, x.device, args, tuple(sorted(kwargs.items())))
-        cosines, sines = self.tables.get(key) or self._grow(key, x, 1, args, kwargs)
+        tables = self.tables.get(key) or self._grow(key, x, 1, args, kwargs)
         needed = int(position_ids.max()) + 1 if position_ids.numel() else 0
-        if needed > len(cosines):
-            cosines, sines = self._grow(key, x, needed, args, kwargs)
+        if needed > len(tables[0]):
+            tables = self._grow(key, x, needed, args, kwargs)
         if position_ids.numel() and int(position_ids.min()) < 0:
             raise UsageError(f"position_ids count from 0; got {int(position_ids.min())}.")
-        return F.embedding(position_ids, cosines), F.embedding(position_ids, sines)
+        found = tuple(
+            table[position_ids] if table.is_complex() else F.embedding(position_ids, table) for table in tables
+        )
+        return found if len(found) > 1 else found[0]
 
-    def _grow(self, key: Any, x: Tensor, needed: int, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+    def _grow(self, key: Any, x: Tensor, needed: int, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
         """Extends a table to hold so many positions. Two threads that grow it at once write the same values."""
-        blocks: list[tuple[Tensor, Tensor]] = [] if key not in self.tables else [self.tables[key]]
+        blocks: list[tuple[Tensor, ...]] = [] if key not in self.tables else [self.tables[key]]
         length = len(blocks[0][0]) if blocks else 0
         with one_thread():
             while length < needed:
                 positions = torch.arange(length, length + _BLOCK, device=x.device)[None]
-                cosine, sine = self.original(x, positions, *args, **kwargs)
-                blocks.append((cosine[0], sine[0]))
+                made = self.original(x, positions, *args, **kwargs)
+                blocks.append(tuple(t[0] for t in (made if isinstance(made, tuple) else (made,))))
                 length += _BLOCK
-        table = torch.cat([b[0] for b in blocks]), torch.cat([b[1] for b in blocks])
-        self.tables[key] = table
+        self.tables[key] = table = tuple(map(torch.cat, zip(*blocks, strict=True)))
         return table

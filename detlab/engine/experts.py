@@ -11,20 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from detlab.engine.linear import CanonicalLinear
-from detlab.engine.session import Options
+from detlab.engine.session import Options, Session
 from detlab.engine.watch import NoCopy
 from detlab.errors import UsageError
 
-__all__ = ["CanonicalExperts", "CanonicalRouter", "is_experts", "is_router"]
+__all__ = ["CanonicalExperts", "SummedExperts", "is_experts", "is_router"]
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module keeps its experts' weights stacked, as transformers does: [experts, out, in]."""
     weights = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
     return all(isinstance(w, nn.Parameter) and w.ndim == 3 for w in weights)
+
+
+def is_gateless_experts(module: nn.Module) -> bool:
+    """Whether a module keeps stacked experts that have one product before their activation, and no gate."""
+    weights = (getattr(module, "up_proj", None), getattr(module, "down_proj", None))
+    return not getattr(module, "has_gate", True) and all(isinstance(w, nn.Parameter) and w.ndim == 3 for w in weights)
 
 
 def is_router(module: nn.Module) -> bool:
@@ -36,14 +41,23 @@ def is_router(module: nn.Module) -> bool:
 class CanonicalExpert(nn.Module):
     """One expert: a module of its own, so that a trace names it, whichever other experts have rows."""
 
-    def __init__(self, up: CanonicalLinear, down: CanonicalLinear, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, up: CanonicalLinear, down: CanonicalLinear, between: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.up, self.down, self.activation = up, down, activation
+        self.up, self.down, self.between = up, down, between
 
     def forward(self, x: Tensor) -> Tensor:
         """The expert's result for [rows, hidden]."""
-        gate, up = self.up(x).chunk(2, -1)
-        return self.down(self.activation(gate) * up)
+        return self.down(self.between(self.up(x)))
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What most experts compute between their products: the activation of one half, times the other."""
+
+    def between(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return activation(gate) * up
+
+    return between
 
 
 class CanonicalExperts(NoCopy):
@@ -53,32 +67,39 @@ class CanonicalExperts(NoCopy):
         experts: one module each, for the model to take in as children while the tier is in force.
     """
 
-    def __init__(self, module: Any, activation: Callable[[Tensor], Tensor], what: str, options: Options) -> None:
+    def __init__(self, module: Any, between: Callable[[Tensor], Tensor], what: str, options: Options) -> None:
         """Packs the experts' weights.
+
+        Args:
+            module: keeps the weights.
+            between: computed of the first product's result, [rows, N]; the second product is applied to it.
+            what: the module's name.
+            options: how the tier is put in.
 
         Raises:
             UsageError: the experts are stored or computed in a way that is not covered.
         """
         self.owners: list[nn.Module] = [module]
-        self._source, self._activation, self._what, self._options = module, activation, what, options
-        odd = [name for name in ("is_transposed", "has_bias", "has_post_expert_norm") if getattr(module, name, False)]
-        odd += [name for name in ("is_concatenated", "has_gate") if not getattr(module, name, True)]
-        if odd or getattr(module, "_is_expert_parallel", False):
-            raise UsageError(
-                f"{what}: experts of this layout ({', '.join(odd) or 'split over processes'}) are not covered by the "
-                "invariant tier; Mixtral's and Qwen's are."
-            )
+        self._source, self._between, self._what, self._options = module, between, what, options
+        if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
+            odd = "split over processes" if getattr(module, "_is_expert_parallel", False) else "a norm after each expert"
+            raise UsageError(f"{what}: experts of this kind ({odd}) are not covered by the invariant tier.")
         self.refresh()
 
     def refresh(self) -> None:
         """Packs the weights as they are now; the experts' modules stay."""
         module, options = self._source, self._options
         packed = []
-        for name in ("gate_up_proj", "down_proj"):
+        for name in ("gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj", "down_proj"):
             weights = getattr(module, name).detach()
-            packed.append([CanonicalLinear(w, None, f"{self._what}.{name}", options.is_padded) for w in weights])
+            if getattr(module, "is_transposed", False):
+                weights = weights.transpose(1, 2)
+            biases = getattr(module, f"{name}_bias") if getattr(module, "has_bias", False) else [None] * len(weights)
+            packed.append([
+                CanonicalLinear(w, b, f"{self._what}.{name}", options.is_padded) for w, b in zip(weights, biases, strict=True)
+            ])  # fmt: skip
         if not hasattr(self, "experts"):
-            self.experts = [CanonicalExpert(u, d, self._activation).eval() for u, d in zip(*packed, strict=True)]
+            self.experts = [CanonicalExpert(u, d, self._between).eval() for u, d in zip(*packed, strict=True)]
         for expert, up, down in zip(self.experts, *packed, strict=True):
             expert.up, expert.down = up, down
 
@@ -119,42 +140,56 @@ class CanonicalExperts(NoCopy):
         return total.to(results.dtype)
 
 
-class _CanonicalWeights(TorchFunctionMode):
-    """Sends ``F.linear`` of known weights to canonical layers."""
+class SummedExperts(NoCopy):
+    """The forward of Llama 4's mixture: every expert computes of every token times its score, 0 where it was not chosen.
 
-    def __init__(self, layers: dict[int, CanonicalLinear]) -> None:
-        super().__init__()
-        self.layers = layers
+    A token's experts are added in the order of their numbers, in float32, and rounded once. Those that make 0 of 0 are left
+    out.
+    """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.linear and len(args) == 2 and not kwargs:
-            layer = self.layers.get(id(args[1]))
-            if layer is not None:
-                return layer(args[0])
-        return func(*args, **(kwargs or {}))
+    is_open = True
 
-
-class CanonicalRouter(NoCopy):
-    """The forward of a router, its own but for the product with its weight."""
-
-    def __init__(self, module: Any, what: str, options: Options) -> None:
-        """Packs the router's weight."""
-        self.original = module.forward
-        self.owners: list[nn.Module] = [module]
-        self._what, self._options = what, options
+    def __init__(self, module: Any, activation: Callable[[Tensor], Tensor], what: str, session: Session) -> None:
+        """Packs the experts' weights; the router and the shared expert have parts of their own."""
+        self.module, self._what, self._options, self._activation = module, what, session.options, activation
+        self.owners: list[nn.Module] = [module.experts]
+        self._run: Callable[[Tensor, Tensor], Tensor] = self._compute
         self.refresh()
+        session.wrappers.append(self._register)
+
+    def _register(self, wrap: Callable[..., Callable[..., Any]]) -> Callable[[], None]:
+        self._run = wrap(self._compute, "experts")
+
+        def undo() -> None:
+            self._run = self._compute
+
+        return undo
 
     def refresh(self) -> None:
-        """Packs the weight as it is now."""
-        weight: Any = self.owners[0].weight
-        self.layer = CanonicalLinear(weight, None, self._what, self._options.is_padded)
-        self.known = {id(weight): self.layer}
+        """Packs the weights as they are now."""
+        self.layers: list[tuple[CanonicalLinear, CanonicalLinear]] = []
+        for up, down in zip(self.module.experts.gate_up_proj.detach(), self.module.experts.down_proj.detach(), strict=True):
+            first, second = (CanonicalLinear(w.t(), None, self._what, self._options.is_padded) for w in (up, down))
+            self.layers.append((first, second))
 
     def tune(self) -> None:
-        """Looks up the rule for the number of threads now set."""
-        self.layer.tune()
+        """Looks up the rules for the number of threads now set."""
+        for layers in self.layers:
+            for layer in layers:
+                layer.tune()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _compute(self, x: Tensor, scores: Tensor) -> Tensor:
+        """The sum of all experts, [tokens, hidden], after scores [tokens, experts]."""
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for number, (first, second) in enumerate(self.layers):
+            chosen = (scores[:, number] != 0).nonzero()[:, 0]
+            if len(chosen):
+                gate, up = first(x[chosen] * scores[chosen, number : number + 1]).chunk(2, -1)
+                total[chosen] += second(up * self._activation(gate)).float()
+        return total.to(x.dtype)
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """As the module's forward."""
-        with _CanonicalWeights(self.known):
-            return self.original(*args, **kwargs)
+        x = hidden_states.reshape(-1, self.module.hidden_dim)
+        scores, logits = self.module.router(x)
+        return self.module.shared_expert(x) + self._run(x, scores), logits

@@ -14,12 +14,14 @@ from transformers.pytorch_utils import Conv1D
 
 from detlab.engine.attention import canonical_attention, unpadded_attention
 from detlab.engine.elementwise import RotaryTable, canonical_elementwise, is_activation
-from detlab.engine.experts import CanonicalExperts, CanonicalRouter, is_experts, is_router
-from detlab.engine.install import SIBLINGS, check_linear, install_attention, release
+from detlab.engine.experts import CanonicalExperts, SummedExperts, gated, is_experts, is_gateless_experts, is_router
+from detlab.engine.install import SIBLINGS, install_attention, is_plain_linear, release
 from detlab.engine.linear import CanonicalLinear, weight_of
 from detlab.engine.mixers import GatedNorm, is_gated_norm
 from detlab.engine.mixing import mixer_part
 from detlab.engine.norms import CanonicalNorm, is_norm
+from detlab.engine.own_attention import OwnAttention, own_attention
+from detlab.engine.own_ops import OwnOps, calls_by_name
 from detlab.engine.session import Session
 from detlab.engine.watch import NoCopy, version_of
 
@@ -51,7 +53,6 @@ def install(session: Session, model: PreTrainedModel) -> None:
 
 def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[..., Any] | None]:
     """What replaces a module's forward, and its kind; None leaves the module as it is."""
-    options = session.options
     mixer = mixer_part(module, name)
     if mixer is not None:
         if not session.wants(name, "mixer"):
@@ -59,6 +60,8 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
         mixing = mixer(module, name, session)
         session.take(mixing)
         return "mixer", mixing
+    if own_attention(module):
+        return "own", OwnAttention(module, name, session) if session.wants("", "attention") else None
     if is_gated_norm(module):
         return "norm", GatedNorm(module) if session.wants(name, "norm") else None
     if module in session.parts_of:  # a part of the module around it computes what this one would
@@ -66,29 +69,27 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
     if isinstance(module, (nn.Linear, Conv1D)):
         if not session.wants(name, "linear"):
             return "linear", None
+        if not is_plain_linear(module):
+            own_linear = OwnOps(module, name, session)
+            session.take(own_linear)
+            return "own", own_linear
         linear = _Linear(module, name, session)
         session.take(linear)
         return "linear", linear
-    if is_experts(module):
-        if not session.wants(name, "experts"):
-            return "experts", None
-        activation = getattr(module, "act_fn", nn.functional.silu)
-        # Its forward, not the module: the experts share it, and a trace is to see each expert's own.
-        activation = canonical_elementwise(activation.forward if isinstance(activation, nn.Module) else activation)
-        experts = CanonicalExperts(module, activation, name, options)
-        session.take(experts)
-        for number, expert in enumerate(experts.experts):
-            module.add_module(str(number), expert)
-            session.on_undo(functools.partial(module._modules.pop, str(number)))
-        _release(session, [module.gate_up_proj, module.down_proj], experts.layers())
-        return "experts", experts
+    if type(module).__name__ == "Llama4TextMoe" and session.wants(name, "experts"):
+        activation = module.experts.act_fn
+        summed = SummedExperts(module, canonical_elementwise(activation.forward), name, session)
+        session.take(summed)
+        return "experts", summed
+    if is_experts(module) or is_gateless_experts(module):
+        return "experts", _experts(session, name, module) if session.wants(name, "experts") else None
     if is_router(module):
         if not session.wants(name, "router"):
             return "router", None
-        router = CanonicalRouter(module, name, options)
+        router = OwnOps(module, name, session)
         session.take(router)
         return "router", router
-    if is_norm(module) and options.is_padded:
+    if is_norm(module) and session.options.is_padded:
         return "norm", CanonicalNorm(module, name) if session.wants(name, "norm") else None
     if is_activation(module):
         return "activation", canonical_elementwise(module.forward) if session.wants(name, "activation") else None
@@ -97,7 +98,32 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
         session.forgetters.append(table.refresh)
         session.parts_of[module] = table
         return "rotary", table
+    if calls_by_name(cast(Any, type(module))) and session.wants(name, "own"):
+        own = OwnOps(module, name, session)
+        session.take(own)
+        return "own", own
     return "", None
+
+
+def _experts(session: Session, name: str, module: Any) -> CanonicalExperts:
+    """The experts, with what the module computes between their two products."""
+    gate = getattr(module, "_apply_gate", None)
+    between: Callable[[Tensor], Tensor]
+    if getattr(module, "has_gate", True) and gate is not None and gate.__name__ != "_default_apply_gate":
+        between = OwnOps(module, name, session, gate)
+    else:
+        activation = getattr(module, "act_fn", nn.functional.silu)
+        # Its forward, not the module: the experts share it, and a trace is to see each expert's own.
+        activation = canonical_elementwise(activation.forward if isinstance(activation, nn.Module) else activation)
+        between = gated(activation) if getattr(module, "has_gate", True) else activation
+    experts = CanonicalExperts(module, between, name, session.options)
+    session.take(experts)
+    for number, expert in enumerate(experts.experts):
+        module.add_module(str(number), expert)
+        session.on_undo(functools.partial(module._modules.pop, str(number)))
+    first = module.gate_up_proj if hasattr(module, "gate_up_proj") else module.up_proj
+    _release(session, [first, module.down_proj], experts.layers())
+    return experts
 
 
 def _release(session: Session, parameters: list[nn.Parameter], layers: list[CanonicalLinear]) -> None:
@@ -110,7 +136,6 @@ class _Linear(NoCopy):
     """The forward of a linear module."""
 
     def __init__(self, module: Any, name: str, session: Session) -> None:
-        check_linear(module, name, "invariant")
         self.module, self.name, self.options = module, name, session.options
         self.owners = [module]
         self.refresh()

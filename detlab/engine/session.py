@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicCache
 
 from detlab.engine.cache import adopt
 from detlab.engine.padding import Padding
+from detlab.engine.pending import inside
 from detlab.engine.shelf import Shelf
 from detlab.engine.step import Step
 from detlab.engine.watch import NoCopy, Watch, token_count
@@ -81,7 +82,7 @@ class Session:
     Attributes:
         tier: its name.
         options: how it was put in.
-        parts: what was replaced: module name -> "linear", "activation", "rotary", "experts", "router", "model"; the
+        parts: what was replaced: module name -> "linear", "activation", "rotary", "experts", "router", "own", "model"; the
             attention is under "attention" where it was.
     """
 
@@ -95,7 +96,7 @@ class Session:
         self.calls = threading.local()
         self._made_once: dict[str, nn.Module] = {}
         self.forgetters: list[Callable[[], None]] = []
-        self.wrappers: list[Callable[[Callable[..., Any]], Callable[[], None]]] = []
+        self.wrappers: list[Callable[[Callable[..., Callable[..., Any]]], Callable[[], None]]] = []
         self.shelf = Shelf() if options.release else None
         self.threads = torch.get_num_threads()
         self.depth = 0
@@ -176,6 +177,7 @@ class Session:
         model = self.model()
         assert model is not None
         modules = [(model.get_submodule(name), kind) for name, kind in self.parts.items() if kind not in ("model", "attention")]
+        modules = [(module, kind) for module, kind in modules if not getattr(module.forward, "is_open", False)]
         before = [module.forward for module, _ in modules]
         undo: list[Callable[[], None]] = []
         try:
@@ -197,8 +199,9 @@ class Session:
             self.shelf.give_back()
 
 
-def _named(wrap: Callable[[Callable[..., Any], str], Callable[..., Any]], call: Callable[..., Any]) -> Callable[..., Any]:
-    return wrap(call, "attention")
+def _named(wrap: Callable[[Callable[..., Any], str], Callable[..., Any]], call: Callable[..., Any],
+           kind: str = "attention") -> Callable[..., Any]:  # fmt: skip
+    return wrap(call, kind)
 
 
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
@@ -314,7 +317,7 @@ def _guarded(session: Session, module: Any) -> Callable[..., Any]:
                 session.keep_up(is_thorough=token_count(args, kwargs) > 1)
         session.calls.depth = getattr(session.calls, "depth", 0) + 1
         try:
-            with torch.no_grad():
+            with torch.no_grad(), inside():
                 kwargs |= dict(zip(names, args, strict=False))
                 args = args[len(names) :]
                 if is_outermost:
@@ -357,6 +360,8 @@ def _with_cache(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
             adopt(kwargs[name])
             return kwargs
     use_cache = kwargs.get("use_cache")
+    if not set(_CACHES) & inspect.signature(type(module).forward).parameters.keys():
+        return kwargs
     if not (getattr(module.config, "use_cache", False) if use_cache is None else use_cache):
         return kwargs
     cache = DynamicCache(config=module.config)

@@ -33,7 +33,7 @@ class Step:
     """
 
     def __init__(self, batch: int, tokens: int, offset: int, mask: Tensor | None, window: int | None, dtype: torch.dtype,
-                 device: torch.device) -> None:  # fmt: skip
+                 device: torch.device, chunk: int | None = None) -> None:  # fmt: skip
         """Lays out a call.
 
         Args:
@@ -42,9 +42,13 @@ class Step:
             mask: bool [batch, offset + tokens], True for real tokens; None where all are.
             window: of sliding-window attention.
             dtype, device: of the queries.
+            chunk: tokens see those of their own chunk of so many positions alone; None for no such chunks.
         """
+        self.chunk = chunk
         self.tokens, self.window, self.dtype, self.device = tokens, window, dtype, device
         self.given = mask
+        self._batch = batch
+        self._windows: dict[int, Step] = {}
         self.slots: Tensor | None = None
         self._masks: dict[tuple[int, int, int, int, int], Tensor] = {}
         self.before: int | Tensor = offset
@@ -97,7 +101,20 @@ class Step:
     @property
     def is_plain(self) -> bool:
         """A first call without padding or window: the kernel's own causal mask does."""
-        return self.slots is None and self._start == 0 and self.window is None
+        return self.slots is None and self._start == 0 and self.window is None and self.chunk is None
+
+    def positions(self) -> Tensor:
+        """The new tokens' positions, int64 [batch or 1, tokens]; what stands for padding is read by no one."""
+        if self._positions is not None:
+            return self._positions
+        return torch.arange(self._start, self._start + self.tokens, device=self.device)[None]
+
+    def within(self, window: int) -> Step:
+        """The same call for layers that see a window, where the model has one mask for all."""
+        if window not in self._windows:
+            past = self._offset
+            self._windows[window] = Step(self._batch, self.tokens, past, self.real, window, self.dtype, self.device)
+        return self._windows[window]
 
     def keys_of(self, last: int) -> int:
         """Slots that the queries before token ``last`` may see."""
@@ -158,6 +175,8 @@ class Step:
         seen = slots <= positions
         if self.window is not None:
             seen &= slots > positions - self.window
+        if self.chunk is not None:
+            seen &= slots >= positions // self.chunk * self.chunk
         made = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, _HIDDEN)
         if spare:
             made = F.pad(made, (0, 0, 0, spare))
@@ -165,6 +184,38 @@ class Step:
             made = made.repeat(1, copies, 1)
         self._masks[name] = made = made[:, None]
         return made
+
+
+class OtherMask:
+    """Stands for a mask that no tier covers; it is refused when an attention, or the model itself, makes use of it."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(self.why)
+
+
+class _NoTensor(UsageError, AttributeError):
+    """A layout was taken for a mask; an AttributeError, too, so that who only asks whether it has something is answered."""
+
+
+def _used(*_: Any, **__: Any) -> Any:
+    raise _NoTensor(
+        "the model makes use of its attention mask itself (it computes attention without transformers' AttentionInterface), "
+        "and the tier has no part for it: it does not cover the model."
+    )
+
+
+def _made_for(self: Step, *_: Any, **__: Any) -> Step:
+    """A mask is moved or made to be of a dtype, which changes nothing here."""
+    return self
+
+
+Step.to = _made_for  # type: ignore[attr-defined]
+for _operator in ("__getitem__", "__add__", "__radd__", "__mul__", "__rmul__", "__invert__", "__and__", "__torch_function__"):
+    setattr(Step, _operator, _used)
+Step.__getattr__ = _used  # type: ignore[attr-defined]
 
 
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
@@ -184,6 +235,8 @@ def checked_step(module: Any, step: Any, dropout: float, kwargs: dict[str, Any],
         UsageError: the call needs another mask, dropout, weights, or something that changes the scores.
     """
     name = type(module).__name__
+    if isinstance(step, OtherMask):
+        raise UsageError(step.why)
     if not isinstance(step, Step):
         shape = f"a mask of shape {list(step.shape)}" if isinstance(step, Tensor) else type(step).__name__
         raise UsageError(
@@ -204,6 +257,21 @@ def _words(count: int | Tensor) -> str:
     return str(count if isinstance(count, int) else count.tolist())
 
 
+def _cells(function: Any) -> list[Any]:
+    """What a function made by another one remembers."""
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+
+
+def _chunk_of(function: Callable[..., Any]) -> int | None:
+    """The size of the chunks where a mask function is transformers' causal one in chunks, counted after left padding."""
+    parts = _cells(function)
+    others = [part for part in parts[0] if part is not causal_mask_function] if parts and isinstance(parts[0], tuple) else []
+    if len(parts) != 1 or len(parts[0]) != 2 or len(others) != 1 or not others[0].__qualname__.startswith("chunked_overlay"):
+        return None
+    sizes = [cell for cell in _cells(others[0]) if isinstance(cell, int)]
+    return sizes[0] if len(sizes) == 1 else None
+
+
 def _is_sliding(function: Callable[..., Any], window: int | None) -> bool:
     """Whether a mask function is transformers' causal sliding window of that size, and nothing more."""
     cells: Any = getattr(function, "__closure__", None) or ()
@@ -219,16 +287,20 @@ def _is_sliding(function: Callable[..., Any], window: int | None) -> bool:
 def canonical_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
                    mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None,
                    local_size: int | None = None, dtype: torch.dtype = torch.float32, device: Any = "cpu",
-                   **_: Any) -> Step:  # fmt: skip
+                   **_: Any) -> Step | OtherMask:  # fmt: skip
     """What transformers calls to build a mask: lays out the call instead of building a mask.
 
-    Raises:
-        UsageError: the model or the caller asks for another mask than a causal or a sliding-window one.
+    Returns:
+        The layout; where the model or the caller asks for another mask than a causal one, a sliding window or chunks, what is
+        refused when it is used (a decoder that has no encoder here has a mask for it all the same).
     """
+    chunk = _chunk_of(mask_function)
+    if chunk is not None:
+        return Step(batch_size, q_length, int(q_offset), attention_mask, None, dtype, torch.device(device), chunk)
     if mask_function is not causal_mask_function and not _is_sliding(mask_function, local_size):
-        raise UsageError(
-            "this call needs an attention mask that is neither causal nor a causal sliding window (packed sequences? chunked "
-            "or bidirectional attention? position_ids that do not count up, without attention_mask?); no tier "
+        return OtherMask(
+            "this call needs an attention mask that is neither causal nor a causal sliding window (packed sequences? "
+            "bidirectional attention? position_ids that do not count up, without attention_mask?); no tier "
             "covers it."
         )
     if kv_offset:

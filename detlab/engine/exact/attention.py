@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detlab.engine.cache import CanonicalLayer, Pending
+from detlab.engine.cache import arrived
 from detlab.engine.exact import compiled
 from detlab.engine.exact.constants import GRID, KEY_BITS, LEAST_FIELD, MOST_TOKENS, NOT_FINITE, STEPS, SUM_BITS, UNIT
 from detlab.engine.exact.functions import exp2_
@@ -150,10 +150,8 @@ def exact_attention(module: Any, query: Tensor, key: Any, value: Any, attention_
         UsageError: a mask, an option or a length that is not covered.
     """
     step = checked_step(module, attention_mask, dropout, kwargs)
-    layer, new_keys, new_values = (
-        (key.layer, key.keys, value.values) if isinstance(key, Pending) else (CanonicalLayer(), key, value)
-    )
     batch, heads, tokens, size = query.shape
+    layer, new_keys, new_values = arrived(key, value, tokens)
     groups = new_keys.shape[1]
     if new_values.shape[3] != size or new_keys.shape[3] != size or heads % groups:
         raise UsageError(
