@@ -1,7 +1,8 @@
 """Activations and rotary tables whose elements do not depend on where in a buffer they stand.
 
 A vectorised elementwise kernel computes whole vectors with one formula and what is left over at the end of each thread's
-share with another. Here every element is computed in a vector: on one thread, in a buffer whose length is a multiple of 64.
+share with another. Here every element is computed in a vector: on one thread, in a buffer whose length is a multiple of 64,
+and that it is so is probed for each length before it is first used (`places`).
 """
 
 from __future__ import annotations
@@ -14,26 +15,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detlab.engine.canonical import one_thread
+from detlab.engine.places import VECTOR, Places, places_of
 from detlab.engine.watch import NoCopy
 from detlab.errors import UsageError
 
 __all__ = ["RotaryTable", "canonical_elementwise", "is_activation", "reference_elementwise"]
 
-VECTOR = 64  # elements: a multiple of all vector widths; 16-bit gelu takes two vectors of 32 at once, and its tail another way
 _BLOCK = 512  # positions a rotary table grows by; always computed in calls of this one shape
 
 
 def canonical_elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Makes an elementwise function of one tensor independent of the tensor's shape and of the number of threads."""
+    known: dict[tuple[torch.dtype, bool], Places] = {}
 
     def canonical(x: Tensor) -> Tensor:
-        spare = -x.numel() % VECTOR
-        if not spare and torch.get_num_threads() == 1:  # the short way, taken nearly always
+        length = x.numel()
+        places = known.get((x.dtype, x.is_cpu))
+        if places is not None and length in places.ran and torch.get_num_threads() == 1:  # the short way, taken nearly always
             return function(x if x.is_contiguous() else x.contiguous())
+        spare = -length % VECTOR
+        if places is None:
+            places = known[x.dtype, x.is_cpu] = places_of(function, x.dtype, x.device)
+        plan = places.plan(length + spare)
         with one_thread():
             flat = x.reshape(-1).contiguous()  # of every other element, it would be a view that is not computed in vectors
             padded = F.pad(flat, (0, spare)) if spare else flat
-            return function(padded)[: flat.numel()].view(x.shape)
+            if len(plan) <= 1:
+                return function(padded)[:length].view(x.shape)
+            parts = padded.split(plan)  # type: ignore[no-untyped-call]
+            return torch.cat([function(part.clone()) for part in parts])[:length].view(x.shape)
 
     return canonical
 
