@@ -12,11 +12,12 @@ additions (`attention_probes`), and every row of it, at every place, had the bit
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -150,7 +151,7 @@ class AttentionClasses:
 
     Attributes:
         name: in the ledger.
-        map: what was known when it was last written.
+        map: what is known.
         granule: query rows are padded to a multiple of it.
         is_threaded: the shapes were found at the threads now set; otherwise calls are made on one thread.
         ran: shapes that were planned.
@@ -171,7 +172,8 @@ class AttentionClasses:
         self._counts: dict[tuple[int, int, str, str], int | None] = {}
         self.ran: set[Shape] = set()
         self.seconds = 0.0
-        self.is_threaded = True
+        self.is_threaded = self._is_kept = True
+        self._write_again = 0.0
         where = self.name.rpartition(" ")[2]
         alone = where if self._device.type != "cpu" else "threads=1"
         self._key = alone_key = f"{self.name.rpartition(' ')[0]} {alone}"
@@ -235,8 +237,18 @@ class AttentionClasses:
             self.ran.add(Shape(rows, found, mask, heads))
         if known != len(self._members) + len(self._others):
             self.map = replace(self.map, members=_lines(self._members), others=_lines(self._others))
-            self._book.keep(self._key, self.map)
+            self._book.measured[self._key], self._is_kept = asdict(self.map), False
+            if time.perf_counter() > self._write_again:
+                self.flush()
         return found
+
+    def flush(self) -> None:
+        """Writes what was found to the ledger's file; in between, this is done as often as takes a twentieth of the time."""
+        with self._lock:
+            if not self._is_kept:
+                started = time.perf_counter()
+                self._book.keep(self._key, self.map)
+                self._is_kept, self._write_again = True, time.perf_counter() + 20 * (time.perf_counter() - started)
 
     def _may(self, rows: int, keys: int, mask: str, heads: str) -> bool:
         """Whether a shape is worth a probe: the same part of a block was not found wrong behind fewer blocks."""
@@ -367,6 +379,11 @@ _known: dict[tuple[str, str, int], AttentionClasses] = {}
 _lock = threading.RLock()
 
 
+def _flush_all() -> None:
+    for known in _known.values():
+        known.flush()
+
+
 def attention_classes(dtype: torch.dtype, size: int, kernel: Kernel,
                       device: torch.device | str = "cpu") -> AttentionClasses | None:  # fmt: skip
     """The classes of a kernel at the number of threads now set, one object for all layers; None where nothing is stable."""
@@ -374,6 +391,8 @@ def attention_classes(dtype: torch.dtype, size: int, kernel: Kernel,
     key = (str(book.path), name_of("attention", dtype, size, device=device), id(book))
     with _lock:
         if key not in _known:
+            if not _known:
+                atexit.register(_flush_all)
             try:
                 _known[key] = AttentionClasses(dtype, size, kernel, device=device)
             except LookupError:
