@@ -5,10 +5,13 @@ A file that is damaged, of another layout, or measured elsewhere is not believed
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import tempfile
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -73,6 +76,8 @@ class Ledger:
         self.path = folder / f"{self.key}.json"
         self.measured: dict[str, dict[str, Any] | None] = {}
         self.asked: set[str] = set()
+        self._is_written, self._write_again = True, 0.0
+        atexit.register(_flush, weakref.ref(self))
         self.kernels: dict[str, Any] = {}
         self._read()
 
@@ -93,9 +98,22 @@ class Ledger:
         return None
 
     def keep(self, name: str, found: Any | None) -> None:
-        """Keeps a measurement, a dataclass; None says that nothing was found."""
+        """Keeps a measurement, a dataclass; None says that nothing was found.
+
+        The file is written at once where that takes little of this process's time, and else later, at the latest when it ends.
+        """
         self.measured[name] = None if found is None else asdict(found)
-        self._write()
+        self._is_written = False
+        started = time.perf_counter()
+        if started >= self._write_again:
+            self.flush()
+            self._write_again = time.perf_counter() + 20 * (time.perf_counter() - started)
+
+    def flush(self) -> None:
+        """Writes the file, if there is something to write."""
+        if not self._is_written:
+            self._write()
+            self._is_written = True
 
     def look_up(self, name: str, kind: type[Any], measure: Callable[[], Any | None]) -> Any | None:
         """Returns what is known under a name; measures it, and keeps it, where nothing is."""
@@ -121,6 +139,12 @@ class Ledger:
                 os.replace(name, self.path)
             except OSError:
                 Path(name).unlink(missing_ok=True)
+
+
+def _flush(reference: weakref.ref[Ledger]) -> None:
+    book = reference()
+    if book is not None:
+        book.flush()
 
 
 @lru_cache(maxsize=1)

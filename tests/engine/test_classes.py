@@ -236,6 +236,7 @@ def test_what_was_probed_is_kept(tmp_path):
     planted = Planted(lambda mask: None)
     first = classes_of(tmp_path, planted)
     first.plan(600)
+    first._book.flush()
     again = Planted(lambda mask: None)
     second = classes_of(tmp_path, again)
     assert second.map == first.map and second.plan(600) == first.plan(600) and second.seconds == 0.0
@@ -254,6 +255,7 @@ def test_a_map_that_makes_no_sense_is_measured_again(tmp_path, change):
 
 def rewrite(known, **change):
     """Plants a map in the ledger's file as if it had been measured."""
+    known._book.flush()
     book = Ledger(known._book.path.parent, MACHINE)
     for name in list(book.measured):
         book.measured[name] = book.measured[name] | json.loads(json.dumps(change))

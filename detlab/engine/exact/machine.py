@@ -56,18 +56,33 @@ def _expected(digits: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
+#: Rows, outputs and terms: long and short sums, and then each number of rows near the edges of known tiles, whose kernels differ.
+_SHAPES = (
+    (4, 16, 1), (5, 33, 67), (1, 48, 576), (17, 32, 1024), (64, 16, 300), (3, 16, 8192),
+    *((rows, outputs, terms) for rows in (1, 2, 3, 4, 6, 7, 8, 12, 15, 16, 20, 24, 31, 32, 33, 40, 48, 63, 65, 100, 127, 128)
+      for outputs, terms in ((17, 67), (64, 130))),
+)  # fmt: skip
+
+
 def is_exact(kernel: str, device: torch.device | str = "cpu") -> bool:
-    """Whether a kernel gives the exact sums of the largest digits, for short and for long sums, few rows and many."""
-    for rows, outputs, terms in ((4, 16, 1), (5, 33, 67), (1, 48, 576), (17, 32, 1024), (64, 16, 300), (3, 16, 8192)):
-        digits = _extremes(max(rows, 3), terms, terms)[:, :rows].contiguous().to(device)
-        weight = _extremes(outputs, terms, terms + 1).to(device)
+    """Whether a kernel gives the exact sums of the largest digits, at every place, for sums and rows of all lengths."""
+    for rows, outputs, terms in _SHAPES:
+        digits, weight, expected = _case(max(rows, 3), outputs, terms)
+        digits, expected = digits[:, :rows].contiguous().to(device), expected[:rows].to(device)
         try:
-            found = _products(digits, weight, kernel)
+            found = _products(digits, weight.to(device), kernel)
         except (RuntimeError, AttributeError, NotImplementedError):
             return False
-        if not torch.equal(found, _expected(digits, weight).double()):
+        if not torch.equal(found, expected):
             return False
     return True
+
+
+@lru_cache(maxsize=128)
+def _case(rows: int, outputs: int, terms: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Digits at their limits and what their product is: int8 [4, rows, terms], [4, outputs, terms], float64 [rows, outputs]."""
+    digits, weight = _extremes(rows, terms, terms), _extremes(outputs, terms, terms + 1)
+    return digits, weight, _expected(digits, weight).double()
 
 
 def check_arithmetic(device: torch.device | str = "cpu") -> None:

@@ -129,6 +129,66 @@ def test_a_product_that_saturates_is_refused(monkeypatch):
         machine._choice.cache_clear()
 
 
+def off_at(place):
+    """The int8 product, off by one where place(result) says."""
+    exact = torch._int_mm
+
+    def product(a, b):
+        result = exact(a, b)
+        where = torch.zeros(result.shape, dtype=torch.bool)
+        place(where, a.shape[1])
+        return result + where.int()
+
+    return product
+
+
+def rows_of(count):
+    def place(where, terms):
+        if len(where) == 4 * count:
+            where[:] = True
+
+    return place
+
+
+def last_row_of(count):
+    def place(where, terms):
+        if len(where) == 4 * count:
+            where[-1] = True
+
+    return place
+
+
+def last_column(where, terms):
+    where[:, -1] = where.shape[1] % 16 != 0
+
+
+def beyond_row_32(where, terms):
+    where[32:] = True
+
+
+def one_element(where, terms):
+    if where.shape[0] >= 100:
+        where[-1, -1] = True
+
+
+def last_block(where, terms):
+    where[:] = terms % 64 != 0
+
+
+@pytest.mark.parametrize(
+    "place", [rows_of(1), rows_of(33), last_row_of(33), last_row_of(128), last_column, beyond_row_32, one_element, last_block]
+)
+def test_a_product_that_is_off_by_one_somewhere_is_refused(monkeypatch, place):
+    monkeypatch.setattr(torch, "_int_mm", off_at(place))
+    assert not machine.is_exact("int8")
+
+
+def test_a_product_that_is_off_nowhere_is_exact(monkeypatch):
+    expected = machine.is_exact("int8")
+    monkeypatch.setattr(torch, "_int_mm", off_at(lambda where, terms: None))
+    assert machine.is_exact("int8") == expected
+
+
 def test_digits_of_64_do_not_saturate():
     """Pairs of 16-bit products stay within range for digits of 64, shifted by 64 or by 128."""
     assert 2 * 128 * 64 < 2**15 and 2 * (64 + 128) * 64 < 2**15
