@@ -18,13 +18,13 @@ keys. Each has heads of its own here, in which it is badly conditioned and the o
 How often do two orders agree by accident? Planted in an emulation (`tests/planted_attention.py`), with 48 to 1040 keys, a row
 of its kind agrees on all its columns
 
-    all steps of a chain reversed     scores 0.02, values 0.04, denominator 0.35 (0.65 of three steps in bfloat16), at most
+    all steps of a chain reversed     scores 0.02, values 0.04, denominator 0.40 (0.65 of three steps in bfloat16), at most
     its last two steps exchanged      scores 0.02, values 0.0 to 0.6, denominator 0.5 to 1
     two steps in its middle exchanged scores 0.1, values 0.0 to 0.9, denominator 0.5 to 1
 
-A shape is tried with 13 rows of each kind after three numbers of keys: another order of a whole chain is missed less than once
-in 10**6 where all rows have it, of two steps of it in the scores or values once in a hundred at most. Two exchanged steps of
-the denominator may be missed: nearly always they do not change its bits.
+A shape is tried with 13 rows of each kind after three numbers of keys. Were rows independent, which they are not quite,
+another order of a whole chain would be missed with a probability below 1e-3 in the denominator, and far below that in the
+scores and values. Two exchanged steps of the denominator may be missed: nearly always they do not change its bits.
 """
 
 from __future__ import annotations
