@@ -1,8 +1,9 @@
-"""Invariance at sizes beside the kernels' tiles: GPT-NeoX and Pythia shapes, odd widths and vocabularies, biases, three formats.
+"""Invariance at sizes beside the kernels' tiles: GPT-NeoX's and Pythia's, odd widths and vocabularies, biases, three formats.
 
-Hidden sizes of 200, 540 and 577, intermediate sizes of 540, 577 and 1000, a vocabulary of 50257, with and without biases, in
-float32, bfloat16 and float16; and SmolLM2 with its own weights. One comparison is one text served in some way, all its kept rows
-of logits held bit by bit against the same text alone in one call. The control serves some of the same with the tier off.
+Hidden sizes of 200, 540 and 577, intermediate sizes of 540, 577 and 1000, a vocabulary of 50257, with and without biases,
+in float32, bfloat16 and float16; and SmolLM2 with its own weights. One comparison is one text served in some way, all its
+kept rows of logits held bit by bit against the same text alone in one call. The control serves some of the same with the
+tier off.
 
     python benchmarks/odd_sizes.py [MODEL ...]
 """
@@ -29,7 +30,7 @@ from detlab.verify.serve import Way, kept_positions, logits_of
 NAME = "odd_sizes"
 DTYPES = ("float32", "bfloat16", "float16")
 _NEOX: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 512}
-_LLAMA: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 300, "max_position_embeddings": 512, "tie_word_embeddings": False}
+_LLAMA: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 300, "max_position_embeddings": 512}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox 200, 540": ("GPTNeoX", {**_NEOX, "hidden_size": 200, "intermediate_size": 540}),
     "gpt-neox 540, 577": ("GPTNeoX", {**_NEOX, "hidden_size": 540, "intermediate_size": 577}),

@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 import detlab
 from detlab.engine import session as engine
 from detlab.engine.probes import draw
-from detlab.errors import UsageError
+from detlab.errors import CoverageError, UsageError
 from tests.bit_classes import bitwise_equal
 
 
@@ -221,12 +221,13 @@ def test_what_is_not_covered_is_refused_by_name():
             pass
 
     class Quantised(nn.Linear):
-        pass
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.round(decimals=2))
 
     model = detlab.load_model("tiny-llama")[0]
     layer = model.model.layers[0].mlp
     layer.up_proj.__class__ = Quantised
-    with pytest.raises(UsageError, match="model.layers.0.mlp.up_proj is a Quantised, a linear layer with a product of its own"):
+    with pytest.raises(CoverageError, match=r"model\.layers\.0\.mlp\.up_proj · aten::mm is not covered by tier 'invariant'"):
         with detlab.deterministic(model):
             pass
 

@@ -56,7 +56,7 @@ def _expected(digits: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
-#: Rows, outputs and terms: long and short sums, and then each number of rows near the edges of known tiles, whose kernels differ.
+#: Rows, outputs and terms: long and short sums, then each number of rows near the edges of known tiles.
 _SHAPES = (
     (4, 16, 1), (5, 33, 67), (1, 48, 576), (17, 32, 1024), (64, 16, 300), (3, 16, 8192),
     *((rows, outputs, terms) for rows in (1, 2, 3, 4, 6, 7, 8, 12, 15, 16, 20, 24, 31, 32, 33, 40, 48, 63, 65, 100, 127, 128)
