@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from detlab import bits
+from detlab.engine.probes import norm_rows, summands
 
 __all__ = ["CALLS", "Observer"]
 
@@ -153,10 +154,11 @@ def _measure(func: Any, args: Any, kwargs: Any) -> tuple[str, str]:
     try:
         # The model's values, and others near them: few values would miss the rare ones on which two formulas part.
         factors = torch.rand(many.shape, generator=torch.Generator().manual_seed(0)).to(many)
-        many = torch.cat([many[:8], many[8:] * (0.5 + factors[8:])])
+        shown = _showing_order(x.shape[-1], x.dtype, x.device)
+        many = torch.cat([many[:8], many[8:] * (0.5 + factors[8:]), shown])
         expected = _first(func(many, *arguments, **kwargs))
         for count in (1, 2, 3, 5, 7):
-            for start in (0, len(many) // 2, len(many) - count):
+            for start in (0, (len(many) - len(shown)) // 2, *range(len(many) - len(shown), len(many) - count + 1, count)):
                 part = many[start : start + count].clone()
                 if not bits.equal(
                     _first(func(part, *arguments, **kwargs)).contiguous(), expected[start : start + count].contiguous()
@@ -166,7 +168,13 @@ def _measure(func: Any, args: Any, kwargs: Any) -> tuple[str, str]:
             return "uncovered", "measured here: a row's bits change with the number of threads"
     except (RuntimeError, IndexError, TypeError) as error:
         return "uncovered", f"could not be measured row by row ({type(error).__name__})"
-    return "safe", "measured on this model's values: each row has its own bits, alone and among many"
+    return "safe", "measured here, on rows that show the order of additions, too: each row has its own bits"
+
+
+def _showing_order(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rows on which sums, sums of squares and sums of exponentials show the order of their additions, [93, width]."""
+    rows = torch.cat([norm_rows(62, width, torch.float32, seed=1), summands(31, width, seed=2).log()])
+    return rows.to(device=device, dtype=dtype)
 
 
 def _threads_agree(call: Callable[[], Tensor]) -> bool:

@@ -7,6 +7,7 @@ import torch
 
 import detlab
 from detlab.coverage import Coverage
+from detlab.engine import observer
 from detlab.errors import CoverageError
 from detlab.models import FAMILIES
 
@@ -96,3 +97,25 @@ def test_text_is_escaped(model):
     model.__class__ = type("<b>Odd</b>", (type(model),), {})
     html = detlab.coverage(model)._repr_html_()
     assert "<b>Odd" not in html and "&lt;b&gt;Odd" in html
+
+
+class SumOfAnotherOrder:
+    """A row-wise sum that adds its last eight terms first where it is given so many rows."""
+
+    _schema = torch.ops.aten.sum.dim_IntList._schema
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __call__(self, x, dim, keepdim=False):
+        if len(x) == self.rows:
+            x = torch.cat([x[:, -8:], x[:, :-8]], 1)
+        return x.sum(dim, keepdim)
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+def test_a_sum_whose_order_follows_the_number_of_rows_is_uncovered(rows):
+    values = torch.ones(4, 64)  # the model's own values show nothing: each sum of ones is exact
+    assert observer._measure(torch.ops.aten.sum.dim_IntList, (values, [-1]), {})[0] == "safe"
+    status, reason = observer._measure(SumOfAnotherOrder(rows), (values, [-1]), {})
+    assert status == "uncovered" and "measured here: a row's bits change with the rows around it" in reason
