@@ -3,7 +3,8 @@
 One text is served alone, in batches, padded, in chunks, token by token, with a dynamic, a static and no cache, and by
 ``generate``. A family is held where all its logits are the same, bit by bit, and as near to the float64 model's as the stock
 model's are. The stock model is served in the same ways, as a control. A way that gives the stock float32 model another answer
-(padding, where a family does not heed it) or an error is not asked of the tier. Each family has a process of its own.
+(padding, where a family does not heed it) or an error is not asked of the tier. Each family has a process of its own; what
+was found is kept after each, so that some can be run alone.
 
     python benchmarks/families.py [--dtype float32|bfloat16] [FAMILY ...]
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
+import json
 import multiprocessing
 import random
 import re
@@ -26,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from _harness import save
+from _harness import RESULTS, save
 from _tiny_families import build, families
 from torch import Tensor
 from transformers.cache_utils import StaticCache
@@ -36,7 +38,7 @@ from detlab import bits
 from detlab.errors import DetlabError
 
 LENGTH, NEW = 45, 6
-SECONDS, MEMORY = 60, 12 << 30
+SECONDS, MEMORY = 240, 12 << 30
 OTHER = 0.03  # relative: from here on, a way asks the stock model another question
 Served = dict[str, list[tuple[Tensor, Tensor]]]  # way -> (logits, those of the text alone)
 
@@ -295,12 +297,14 @@ def main(arguments: list[str]) -> int:
     if unknown:
         print(f"no family {', '.join(unknown)}; there are {', '.join(names)}", file=sys.stderr)
         return 2
-    rows: dict[str, Any] = {}
+    path = RESULTS / "families.json"
+    rows: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["families"] if given.families and path.exists() else {}
     started = time.monotonic()
     for kind in given.families or names:
         before = time.monotonic()
         found = apart(kind, dtypes)
-        rows[kind] = {"class": names[kind], **found}
+        rows[kind] = rows.get(kind, {}) | {"class": names[kind], **found}
+        save("families", {"families": rows})
         for dtype, result in found.items():
             counts = ""
             if "comparisons" in result:
@@ -310,12 +314,10 @@ def main(arguments: list[str]) -> int:
             seconds = f"{time.monotonic() - before:.0f} s"
             print(f"{kind:22} {dtype:8} {result['status']:9} {counts:42} {seconds:>5}  {result['why'][:300]}", flush=True)
     for dtype in dtypes:
-        counted = Counter(row[dtype]["status"] for row in rows.values())
+        counted = Counter(row[dtype]["status"] for row in rows.values() if dtype in row)
         print(f"{dtype}: {', '.join(f'{count} {status}' for status, count in counted.most_common())} of {len(rows)} families")
     print(f"{time.monotonic() - started:.0f} s")
-    if not given.families:
-        save("families", {"families": rows})
-    return int(any(row[dtype]["status"] in ("WRONG", "broken") for row in rows.values() for dtype in dtypes))
+    return int(any(row.get(dtype, {}).get("status") in ("WRONG", "broken") for row in rows.values() for dtype in dtypes))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,11 @@ def cache_argument(model: nn.Module) -> str:
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
 
 
+def takes_cache(model: nn.Module) -> bool:
+    """Whether the model takes a KV cache at all; the first GPT does not."""
+    return any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES)
+
+
 def check_model(model: object) -> None:
     """Refuses what is no module: a name, or the pair that `load_model` returns, in the place of its model.
 

@@ -17,7 +17,7 @@ from detlab.engine.session import Options, Session
 from detlab.engine.watch import NoCopy
 from detlab.errors import UsageError
 
-__all__ = ["CanonicalExperts", "SummedExperts", "is_experts", "is_router"]
+__all__ = ["CanonicalExperts", "ParallelExperts", "StackedIn", "SummedExperts", "is_experts", "is_router"]
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -30,6 +30,12 @@ def is_gateless_experts(module: nn.Module) -> bool:
     """Whether a module keeps stacked experts that have one product before their activation, and no gate."""
     weights = (getattr(module, "up_proj", None), getattr(module, "down_proj", None))
     return not getattr(module, "has_gate", True) and all(isinstance(w, nn.Parameter) and w.ndim == 3 for w in weights)
+
+
+def has_own_gate(module: nn.Module) -> bool:
+    """Whether experts compute something else between their products than an activation and its product with the other half."""
+    gate = getattr(module, "_apply_gate", None)
+    return bool(getattr(module, "has_gate", True)) and gate is not None and gate.__name__ != "_default_apply_gate"
 
 
 def is_router(module: nn.Module) -> bool:
@@ -114,6 +120,10 @@ class CanonicalExperts(NoCopy):
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As the module's forward: [tokens, hidden] and each token's experts and weights, [tokens, chosen]."""
+        shape, hidden_states = hidden_states.shape, hidden_states.reshape(-1, hidden_states.shape[-1])
+        return self._computed(hidden_states, top_k_index, top_k_weights).view(shape)
+
+    def _computed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, chosen = top_k_index.shape
         if tokens == 1:  # nothing to sort
             chosen_experts = [self.experts[expert] for expert in top_k_index[0].tolist()]
@@ -193,3 +203,50 @@ class SummedExperts(NoCopy):
         x = hidden_states.reshape(-1, self.module.hidden_dim)
         scores, logits = self.module.router(x)
         return self.module.shared_expert(x) + self._run(x, scores), logits
+
+
+class ParallelExperts(NoCopy):
+    """The forward of one product of experts whose rows come sorted by expert, as JetMoE has it."""
+
+    def __init__(self, module: Any, what: str, options: Options) -> None:
+        """Packs the experts' weights, [experts, out, in]."""
+        self.owners: list[nn.Module] = [module]
+        self._what, self._options = what, options
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Packs the weights as they are now."""
+        weights: Any = self.owners[0].weight
+        self.layers = [CanonicalLinear(w, None, self._what, self._options.is_padded) for w in weights.detach()]
+
+    def tune(self) -> None:
+        """Looks up the rules for the number of threads now set."""
+        for layer in self.layers:
+            layer.tune()
+
+    def __call__(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        """As the module's forward: [rows, in], so many for each expert."""
+        parts: list[Tensor] = list(inputs.split(expert_size))  # type: ignore[no-untyped-call]
+        return torch.cat([layer(part) for layer, part in zip(self.layers, parts, strict=True) if len(part)])
+
+
+class StackedIn:
+    """DBRX's experts as others store them: what `CanonicalExperts` reads of a module."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def _view(self, name: str) -> Tensor:
+        module = self.module
+        weight: Tensor = getattr(module.mlp, name).view(module.num_experts, module.ffn_hidden_size, module.hidden_size)
+        return weight
+
+    @property
+    def gate_up_proj(self) -> Tensor:
+        """[experts, 2 * inner, hidden]."""
+        return torch.cat([self._view("w1"), self._view("v1")], 1)
+
+    @property
+    def down_proj(self) -> Tensor:
+        """[experts, hidden, inner]."""
+        return self._view("w2").transpose(1, 2)

@@ -14,7 +14,17 @@ from transformers.pytorch_utils import Conv1D
 
 from detlab.engine.attention import canonical_attention, unpadded_attention
 from detlab.engine.elementwise import RotaryTable, canonical_elementwise, is_activation
-from detlab.engine.experts import CanonicalExperts, SummedExperts, gated, is_experts, is_gateless_experts, is_router
+from detlab.engine.experts import (
+    CanonicalExperts,
+    ParallelExperts,
+    StackedIn,
+    SummedExperts,
+    gated,
+    has_own_gate,
+    is_experts,
+    is_gateless_experts,
+    is_router,
+)
 from detlab.engine.install import SIBLINGS, install_attention, is_plain_linear, release
 from detlab.engine.linear import CanonicalLinear, weight_of
 from detlab.engine.mixers import GatedNorm, is_gated_norm
@@ -81,6 +91,16 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
         summed = SummedExperts(module, canonical_elementwise(activation.forward), name, session)
         session.take(summed)
         return "experts", summed
+    if type(module).__name__ == "JetMoeParallelExperts" and session.wants(name, "experts"):
+        parallel = ParallelExperts(module, name, session.options)
+        session.take(parallel)
+        return "experts", parallel
+    if type(module).__name__ == "DbrxExperts" and session.wants(name, "experts"):
+        between = gated(canonical_elementwise(module.mlp.activation_fn.forward))
+        stacked = CanonicalExperts(StackedIn(module), between, name, session.options)
+        stacked.owners = [module.mlp]
+        session.take(stacked)
+        return "experts", stacked
     if is_experts(module) or is_gateless_experts(module):
         return "experts", _experts(session, name, module) if session.wants(name, "experts") else None
     if is_router(module):
@@ -107,10 +127,9 @@ def _part_for(session: Session, name: str, module: Any) -> tuple[str, Callable[.
 
 def _experts(session: Session, name: str, module: Any) -> CanonicalExperts:
     """The experts, with what the module computes between their two products."""
-    gate = getattr(module, "_apply_gate", None)
     between: Callable[[Tensor], Tensor]
-    if getattr(module, "has_gate", True) and gate is not None and gate.__name__ != "_default_apply_gate":
-        between = OwnOps(module, name, session, gate)
+    if has_own_gate(module):
+        between = OwnOps(module, name, session, module._apply_gate)
     else:
         activation = getattr(module, "act_fn", nn.functional.silu)
         # Its forward, not the module: the experts share it, and a trace is to see each expert's own.

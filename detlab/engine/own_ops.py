@@ -31,7 +31,9 @@ ELEMENTWISE = frozenset(
     "sigmoid silu softplus tanh gelu exp exp2 expm1 log log2 log10 log1p erf erfc sin cos tan logsigmoid log_sigmoid elu selu "
     "celu mish".split()
 )
-_CALLS = re.compile(rf"(?:\b|_)(?:{'|'.join(sorted(ELEMENTWISE))})_?\(|functional\.linear\(|\bF\.linear\(|view_as_complex\(")
+_OTHERS = (r"functional\.linear\(", r"\bF\.linear\(", r"view_as_complex\(", r"\.index_add\(")
+_CALLS = re.compile("|".join([rf"(?:\b|_)(?:{'|'.join(sorted(ELEMENTWISE))})_?\(", *_OTHERS]))
+_BY_A_CHILD = {"JetMoeAttention"}  # call a method of a child, which is not its forward
 _NOT_RUN = {"__init__", "_init_weights", "reset_parameters", "extra_repr"}
 
 
@@ -40,6 +42,8 @@ def calls_by_name(cls: type[nn.Module]) -> bool:
     """Whether a module's own code, or a plain function beside it that the code calls, has calls that `OwnOps` covers."""
     if cls.__module__.startswith("torch.") or issubclass(cls, PreTrainedModel):
         return False
+    if cls.__name__ in _BY_A_CHILD:
+        return True
     for base in cls.__mro__:
         if base is nn.Module or base.__module__.startswith(("torch.", "builtins", "transformers.modeling_layers")):
             continue
@@ -124,6 +128,17 @@ def _complex_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
 
 
+def _added_in_order(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """``x.index_add(0, index, source)``, where each row is added to as often as any: one addition after the other."""
+    order = index.argsort(stable=True)
+    counts = torch.bincount(index, minlength=len(x))
+    if dim or not len(index) or bool((counts != counts[0]).any()):
+        return x.index_add(dim, index, source)
+    for part in source[order].view(len(x), -1, *source.shape[1:]).unbind(1):
+        x = x + part
+    return x
+
+
 class _Named(TorchFunctionMode):
     """Sends calls of known functions to canonical ones."""
 
@@ -139,6 +154,8 @@ class _Named(TorchFunctionMode):
             return self._elementwise(func, name, args, kwargs)
         if name in ("mul", "__mul__") and any(isinstance(x, Tensor) and x.is_complex() for x in args):
             return self.ops.run(_complex_product, *args)
+        if name == "index_add" and len(args) == 4 and not kwargs:
+            return self.ops.run(_added_in_order, *args)
         if func is F.linear:
             return self._linear(*args, **kwargs)
         result = func(*args, **kwargs)

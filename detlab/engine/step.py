@@ -202,8 +202,8 @@ class _NoTensor(UsageError, AttributeError):
 
 def _used(*_: Any, **__: Any) -> Any:
     raise _NoTensor(
-        "the model makes use of its attention mask itself (it computes attention without transformers' AttentionInterface), "
-        "and the tier has no part for it: it does not cover the model."
+        "the model makes use of its attention mask itself (it computes attention, or chooses keys, without transformers' "
+        "AttentionInterface), and the tier has no part for it: it does not cover the model."
     )
 
 
@@ -218,6 +218,11 @@ for _operator in ("__getitem__", "__add__", "__radd__", "__mul__", "__rmul__", "
 Step.__getattr__ = _used  # type: ignore[attr-defined]
 
 
+#: Tensors that models hand on to every attention, and that change nothing in it here.
+_HARMLESS = frozenset(
+    "position_ids cache_position position_embeddings input_ids inputs_embeds cu_seq_lens_q cu_seq_lens_k s_aux sinks "
+    "softcap".split()
+)
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
 
 
@@ -248,6 +253,9 @@ def checked_step(module: Any, step: Any, dropout: float, kwargs: dict[str, Any],
     for given in _UNSUPPORTED:
         if kwargs.get(given) is not None and given not in covered:
             raise UsageError(f"{name}: attention with {given} is not covered by this tier.")
+    odd = [given for given, value in kwargs.items() if isinstance(value, Tensor) and given not in _HARMLESS]
+    if odd:
+        raise UsageError(f"{name}: attention that is given {odd[0]} is not covered by this tier.")
     if kwargs.get("output_attentions"):
         raise UsageError("output_attentions is not available inside detlab.deterministic: no weights are kept.")
     return step

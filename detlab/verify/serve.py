@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from detlab.serving import accepted, cache_argument, config_of, device_of, pad_token, seeded, vocabulary_of
+from detlab.serving import accepted, cache_argument, config_of, device_of, pad_token, seeded, takes_cache, vocabulary_of
 
 __all__ = ["Way", "Watch", "generated", "kept_positions", "logits_of", "watched"]
 
@@ -35,7 +35,8 @@ class Way:
         left, right: pad tokens added to every row.
         chunk: tokens per call; None: one call, or one token per call where there is a start.
         start: tokens prefilled in one call, before those that are cut in chunks or decoded one by one.
-        cache: "none", "dynamic", "static"; without one, each decoding step computes the whole text anew.
+        cache: "none", "dynamic", "static"; without one, or where the model takes none, each decoding step computes the whole
+            text anew.
         generates: the model's own ``generate`` decodes the prompt, greedily or sampling.
         temperature: of sampling; 0 is greedy.
         threads: intra-op threads of the process; 0: those of this process.
@@ -145,7 +146,7 @@ def logits_of(model: Any, text: Sequence[int], way: Way, pool: Sequence[Sequence
     keep = range(len(text)) if keep is None else keep
     number = {first + position: index for index, position in enumerate(keep)}
     places = (mask.cumsum(1) - 1).clamp_min(0)
-    is_cached, name = way.cache != "none", cache_argument(model)
+    is_cached, name = way.cache != "none" and takes_cache(model), cache_argument(model)
     cache: Any = None
     if is_cached:
         config = config_of(model)

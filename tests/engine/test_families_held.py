@@ -9,8 +9,10 @@ from transformers.cache_utils import DynamicCache
 import detlab
 from detlab import bits
 from detlab.engine.alibi import with_slopes
+from detlab.engine.experts import has_own_gate
 from detlab.engine.install import is_plain_linear
 from detlab.engine.own_ops import calls_by_name
+from detlab.engine.step import Step, checked_step
 from detlab.errors import CoverageError, UsageError
 from tests.bit_classes import row_classes
 
@@ -39,6 +41,19 @@ KINDS = {
     "latents in the cache, sigmoid in the router": ("DeepseekV3", DEEPSEEK),
     "softplus in the activation": ("Apertus", LLAMA),
     "sigmoid in the attention": ("Beam", LLAMA | {"head_dim": 12}),
+    "attention in chunks, all experts": (
+        "Llama4",
+        LLAMA | EXPERTS | {"head_dim": 12, "attention_chunk_size": 16, "intermediate_size_mlp": 64, "num_experts_per_tok": 1},
+    ),
+    "experts of one matrix": (
+        "Dbrx",
+        SIZES | {"d_model": 48, "n_heads": 4, "n_layers": 2, "max_seq_len": 128,
+                 "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+                 "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2}},
+    ),
+    "attention of experts": (
+        "JetMoe", DECODER | EXPERTS | {"num_key_value_heads": 2, "kv_channels": 12, "max_position_embeddings": 128},
+    ),
     "no padding as positions": ("RoFormer", DECODER | {"is_decoder": True, "embedding_size": 48}),
 }  # fmt: skip
 
@@ -97,7 +112,9 @@ def test_a_text_has_the_same_bits_in_all_ways_and_the_same_meaning(kind, dtype):
         alone, found = ways(model)
     for way, logits in found.items():
         assert bits.equal(alone.contiguous(), logits.contiguous()), way
-    error, allowed = ((x.double() - exact).norm() / exact.norm() for x in (alone, stock))
+    # By token, but for few: a rounding may choose another expert where two scores are nearly equal.
+    errors = ((x.double() - exact).norm(dim=-1) / exact.norm(dim=-1) for x in (alone, stock))
+    error, allowed = (by_token.quantile(0.9) for by_token in errors)
     assert error <= 3 * allowed + (1e-5 if dtype == torch.float32 else 1e-2)
     if dtype == torch.float32 and len(row_classes(dtype, 48, 48)) > 1:
         assert any(not bits.equal(stock.contiguous(), logits.contiguous()) for logits in control.values())
@@ -198,6 +215,24 @@ def test_a_refusal_names_what_was_met(name):
         with detlab.deterministic(small(name, config)):
             pass
     assert words in str(caught.value)
+
+
+def test_a_gate_of_experts_own_is_seen():
+    from types import SimpleNamespace
+
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    sizes = {"num_local_experts": 2, "hidden_size": 8, "intermediate_size": 8, "hidden_act": "silu"}
+    config = SimpleNamespace(**sizes, swiglu_limit=7.0, swiglu_alpha=1.7)
+    assert has_own_gate(MiniMaxM3VLExperts(config)) and not has_own_gate(MixtralExperts(config))
+
+
+def test_attention_that_is_given_a_tensor_that_no_tier_knows_is_refused():
+    step = Step(1, 3, 0, None, None, torch.float32, torch.device("cpu"))
+    assert checked_step(nn.Linear(1, 1), step, 0.0, {"position_ids": IDS, "indices": None}) is step
+    with pytest.raises(UsageError, match="Linear: attention that is given indices is not covered"):
+        checked_step(nn.Linear(1, 1), step, 0.0, {"position_ids": IDS, "indices": IDS})
 
 
 def test_an_encoder_and_weights_are_refused():

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from detlab.engine.exact.functions import softmax
 from detlab.engine.exact.linear import ExactLinear, Prepared, Unprepared, rounded
 from detlab.engine.exact.shown import shown
+from detlab.engine.experts import has_own_gate
 from detlab.errors import UsageError
 
 __all__ = ["ExactExperts", "ExactRouter", "chosen", "combined"]
@@ -46,6 +47,8 @@ class ExactExperts:
             UsageError: the experts are stored or computed in a way that is not covered.
         """
         odd = [name for name, usual in _LAYOUT.items() if bool(getattr(module, name, usual)) != usual]
+        if has_own_gate(module):
+            odd.append("a gate of its own")
         if odd or getattr(module, "_is_expert_parallel", False):
             raise UsageError(
                 f"{what}: experts of this layout ({', '.join(odd) or 'split over processes'}) are not covered by the exact "
