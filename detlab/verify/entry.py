@@ -43,8 +43,9 @@ def verify(model: nn.Module, prompts: Any, tier: str = "invariant", axes: Sequen
     reference, and on each axis in other ways; all the logits of a token position must have the same bits, wherever it is
     computed. Of texts longer than 64 tokens about 60 positions are compared, the ends and tile edges among them.
 
-    Then every kernel with a class map is probed again, in each shape that it ran in meanwhile, with data that the map was not
-    made with: a text shows a wrong shape only where the shape moves one of its bits, these data where it moves any.
+    Then every kernel that was probed is probed again, in each shape that it ran in meanwhile, with data of the same kind, drawn
+    anew: rounding hides most changes of an order of additions from a text, and few from these data (`engine.probes` says how
+    few). A shape that does not hold refutes the certificate, as a text would.
 
     Args:
         model: a transformers causal language model in eval mode; it is left as it was, also when interrupted.
@@ -209,6 +210,7 @@ def _limits(model: nn.Module, tier: str, results: dict[str, Any]) -> list[str]:
         limits.append("one machine ran this: whether another gives the same bits, `detlab verify --certificate` tells there")
     else:
         limits.append("one machine ran this: another CPU, instruction set or version of torch may give other bits")
+        limits.append("kernels whose order of additions depends on the data: shapes were probed, with data of one kind")
     missing = [name for name in axes_of(tier) if name not in results]
     if missing:
         limits.append(f"axes that were not asked for: {', '.join(missing)}")
