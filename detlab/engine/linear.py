@@ -37,8 +37,8 @@ def _pack(weight: Tensor) -> Tensor | None:
 
 
 def _chain(terms: int, most: int) -> int | None:
-    """The length of equal chains of at most so many terms, a multiple of 16; None where one chain holds all."""
-    return None if terms <= most else -(-terms // (-(-terms // most)) // 16) * 16
+    """The length of at least two equal chains of at most so many terms, a multiple of 16; None where half of it holds all."""
+    return None if 2 * terms <= most else -(-terms // max(2, -(-terms // most)) // 16) * 16
 
 
 class _Packed:
@@ -91,8 +91,9 @@ class CanonicalLinear:
             bias: [N], or None.
             what: names the layer in an error.
             is_padded: False calls the kernel with any number of rows, whatever the bits.
-            block: in float32, the most terms that are added in one chain; a row's chains are of one length (the last may be
-                shorter), and their sums are added one after the other. None: one chain, which is fastest.
+            block: in float32, the most terms that are added in one chain. Sums of more than half as many are cut in two chains
+                at least, of one length (the last may be shorter), whose sums are added one after the other. None: one chain,
+                which is fastest.
 
         Raises:
             MachineError: on this machine no number of rows gives stable bits for this size.
