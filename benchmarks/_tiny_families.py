@@ -121,12 +121,13 @@ def shrink(kind: str) -> Any:
 def build(kind: str) -> Any:
     """A family's model in float32, with weights whose bits are the same on every machine."""
     config = shrink(kind)
-    for name in ("is_decoder",):
-        if hasattr(config, name):
-            setattr(config, name, True)
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
     torch.manual_seed(0)
     name = families()[kind]
     model = getattr(transformers, name)(config)
+    if hasattr(model, "set_default_language"):
+        model.set_default_language("en_XX")
     redraw(model)
     return model.eval().requires_grad_(False)
 

@@ -347,7 +347,8 @@ def adopt(cache: Any) -> None:
         is_known = hasattr(layer, "get_mask_sizes") or isinstance(layer, LinearAttentionCacheLayerMixin)
         if has_states and isinstance(layer, DummyLayer):  # a layer of experts or an MLP between those with states
             continue
-        if not is_known or type(layer).__name__.startswith(("Dummy", "Quant")):
+        is_of_a_model = not type(layer).__module__.startswith("transformers.cache_utils")  # it keeps more than keys and values
+        if is_of_a_model or not is_known or type(layer).__name__.startswith(("Dummy", "Quant")):
             raise UsageError(f"a cache layer of type {type(layer).__name__} is not covered by detlab.deterministic.")
     longest = 0
     if isinstance(cache, StaticCache):

@@ -37,6 +37,8 @@ def canonical_elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[Ten
         if places is None:
             places = known[x.dtype, x.is_cpu] = places_of(function, x.dtype, x.device)
         plan = places.plan(length + spare)
+        if length in places.ran and torch.get_num_threads() == 1:  # from the first call on: a trace is to see the same ops
+            return function(x if x.is_contiguous() else x.contiguous())
         with one_thread():
             flat = x.reshape(-1).contiguous()  # of every other element, it would be a view that is not computed in vectors
             padded = F.pad(flat, (0, spare)) if spare else flat

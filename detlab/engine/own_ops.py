@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from detlab.engine.canonical import unobserved
 from detlab.engine.elementwise import canonical_elementwise
 from detlab.engine.linear import CanonicalLinear
 from detlab.engine.session import Session
@@ -109,14 +110,19 @@ class OwnOps(NoCopy):
         """The canonical product with a weight of the module, in the dtype that it is used in."""
         found = self.layers.get(key)
         if found is None:
-            found = CanonicalLinear(weight.detach(), bias, self.name, self.options.is_padded)
-            self.layers[key] = found
+            found = self.layers[key] = _made(weight, bias, self.name, self.options.is_padded)
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward."""
         with _Named(self):
             return self.original(*args, **kwargs)
+
+
+@unobserved
+def _made(weight: Tensor, bias: Tensor | None, name: str, is_padded: bool) -> CanonicalLinear:
+    """Packs a weight when it is first used: a trace sees what every call computes."""
+    return CanonicalLinear(weight.detach(), bias, name, is_padded)
 
 
 def _run(function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -195,6 +195,17 @@ class OtherMask:
     def __getattr__(self, name: str) -> Any:
         raise UsageError(self.why)
 
+    def _used(self, *_: Any, **__: Any) -> Any:
+        raise UsageError(self.why)
+
+    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __invert__ = __and__ = _used
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A function of torch that is given one, in place of a mask."""
+        masks = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, OtherMask)]
+        raise UsageError(masks[0].why if masks else "a mask that no tier covers was used.")
+
 
 class _NoTensor(UsageError, AttributeError):
     """A layout was taken for a mask; an AttributeError, too, so that who only asks whether it has something is answered."""
