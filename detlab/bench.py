@@ -41,7 +41,7 @@ class Cell:
         ratio: median over the rounds of tier / stock; low, high: its quartiles.
         rounds: how often each was called.
         probing_seconds: of its set-up and first call under the tier, spent on probing shapes that were not known; they are
-            in none of the times above. 0 where the ledger knew them all.
+            in none of the times above. Next to nothing where the ledger knew them.
     """
 
     name: str
