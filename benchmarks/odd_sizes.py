@@ -59,7 +59,8 @@ def built(name: str, dtype: str) -> Any:
         return detlab.load_model(name, dtype=dtype)[0]
     kind, sizes = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**sizes)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, kind + suffix)(config).eval()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
